@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.errors import ConfigError
 from runtime.layers.activation import Activation, gated
-from runtime.layers.moe.definition import masks_of, route, run_experts
+from runtime.layers.moe.definition import masks_of, route, run_experts, sigmoid
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing, RoutingRule
 from runtime.layers.quantization.dense import DENSE
@@ -84,6 +84,14 @@ def test_routing_follows_its_definition(router: Router) -> None:
         assert ids == want_ids
         assert mask == [sum(1 << e for e in ids)]
         torch.testing.assert_close(weights, torch.tensor(want_weights), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sigmoid_does_not_depend_on_its_place() -> None:
+    x = torch.randn(640, generator=torch.Generator().manual_seed(0)) * 4
+    alone = torch.cat([sigmoid(one) for one in x.split(1)])
+    for count in (2, 31, 33, 640):
+        assert torch.equal(sigmoid(x[:count]), alone[:count]), count
+    torch.testing.assert_close(alone, x.sigmoid())
 
 
 def test_of_equal_experts_the_smaller_id_is_chosen() -> None:

@@ -11,7 +11,7 @@ import torch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
-from runtime.layers.moe.definition import row_products
+from runtime.layers.moe.definition import row_products, sigmoid
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router
 from runtime.layers.norm import RMSNorm
@@ -116,5 +116,5 @@ class SparseMlp:
     def _shared(self, x: torch.Tensor, shared: SharedExpert, stream: Stream, norm: RMSNorm) -> torch.Tensor:
         inner = self._ops.norm_gate_up(stream, norm, shared.gate_up_proj, self.experts.activation)
         if shared.gate is not None:
-            inner = inner * torch.sigmoid(row_products(x, shared.gate)).to(inner.dtype)
-        return self._ops.linear(inner, shared.down_proj)
+            inner = inner * sigmoid(row_products(x, shared.gate)).to(inner.dtype)
+        return self._ops.linear(inner, shared.down_proj, stream.in_prompt)

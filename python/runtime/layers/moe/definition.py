@@ -25,7 +25,7 @@ def route(x: torch.Tensor, router: Router) -> Routing:
     rule = router.rule
     logits = row_products(x, router.weight)
     logits = logits if router.bias is None else logits + router.bias.float()
-    scores = {"softmax": lambda: logits.softmax(dim=1), "sigmoid": logits.sigmoid, "topk_softmax": lambda: logits}[rule.scoring]()
+    scores = {"softmax": lambda: logits.softmax(dim=1), "sigmoid": lambda: sigmoid(logits), "topk_softmax": lambda: logits}[rule.scoring]()
     choice = scores if router.correction_bias is None else scores + router.correction_bias
     if rule.num_groups > 1:
         choice = _within_best_groups(choice, rule.num_groups, rule.top_groups)
@@ -48,6 +48,11 @@ def row_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.device.type != "cpu":
         return x @ columns
     return torch.bmm(x[:, None], columns.expand(len(x), -1, -1))[:, 0]
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The sigmoid of float32 `x`, computed in float64, because in float32 a CPU rounds the last elements of a tensor differently."""
+    return x.double().sigmoid().float()
 
 
 def masks_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.layers.absorption import TOKEN_TILES
+from runtime.layers.absorption import TOKEN_TILES, absorb_by_bmm, project_by_bmm
 from runtime.layers.latent_attention import LatentAttention
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.norm import RMSNorm
@@ -38,14 +38,33 @@ def test_scores_and_values_are_those_of_the_plain_form(tokens: int, interleaved:
     assert got.is_contiguous()
 
 
+@pytest.mark.parametrize("in_prompt", [False, True])
+@pytest.mark.parametrize(("nope_dim", "value_dim", "kv_rank"), [(192, 256, 512), (128, 128, 512), (10, 7, 12)])
+def test_a_row_does_not_depend_on_other_rows(nope_dim: int, value_dim: int, kv_rank: int, in_prompt: bool) -> None:
+    noise = torch.Generator().manual_seed(0)
+    heads = LatentHeads(3, nope_dim, value_dim, RMSNorm(torch.ones(kv_rank), 1e-6), Rope(torch.randn(64, 8, generator=noise)))
+    weight = torch.randn(3, nope_dim + value_dim, kv_rank, generator=noise)
+    q, attended = (torch.randn(200, 3, width, generator=noise) for width in (heads.query_dim, kv_rank))
+
+    def both(rows: slice) -> torch.Tensor:
+        query = absorb_by_bmm(q[rows], heads, weight[:, :nope_dim], in_prompt)[..., :kv_rank]
+        return torch.cat((query, project_by_bmm(attended[rows], weight[:, nope_dim:], in_prompt)), dim=2)
+
+    alone = torch.cat([both(slice(row, row + 1)) for row in range(200)])
+    for rows in (2, 3, 4, 5, 9, 16, 33, 48, 128, 200):
+        assert torch.equal(both(slice(0, rows)), alone[:rows]), rows
+
+
 @pytest.mark.parametrize("q_rank", [24, None])
 def test_absorption_is_compiled_before_serving(q_rank: int | None) -> None:
     tokens = list[int]()
 
     class Counted(TorchOps):
-        def absorb(self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        def absorb(
+            self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, in_prompt: bool = False
+        ) -> torch.Tensor:
             tokens.append(len(q))
-            return super().absorb(q, heads, key, positions)
+            return super().absorb(q, heads, key, positions, in_prompt)
 
     model = build_model(latent_model(q_rank=q_rank), Counted(), torch.float32, CPU)
     with torch.inference_mode():

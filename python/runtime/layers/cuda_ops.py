@@ -185,11 +185,13 @@ class CudaOps:
         """Rotate `x` [T, H, rope.dim] into `out`."""
         rotate_heads(x, rope, positions, out, self.pdl)
 
-    def absorb(self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def absorb(
+        self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, in_prompt: bool = False
+    ) -> torch.Tensor:
         """Queries over latent rows, [T, H, row_dim]."""
         return absorbed_gemms.absorb(q, heads, key, positions, self.pdl)
 
-    def project_values(self, attended: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def project_values(self, attended: torch.Tensor, value: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """Values of each head, [T, H, value_dim]."""
         return absorbed_gemms.project(attended, value, self.pdl)
 

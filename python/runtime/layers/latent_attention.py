@@ -2,7 +2,8 @@
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. Passes over cached rows use the absorbed form: queries are multiplied by
 the key half of `kv_b_proj`, so that all heads attend over the latent rows themselves, and the value half is applied to the
-result. Prompts without a cached prefix use the plain form, with keys and values per head, which needs fewer operations.
+result. Prompts without a cached prefix use the plain form, with keys and values per head, which needs fewer operations. Quantised
+weights on a CPU always use the absorbed form, because the bits of a prompt must not depend on how it is split into passes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 
 import torch
 
+from runtime.batch import ForwardMode
 from runtime.layers.absorption import TOKEN_TILES
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention_layer import AttentionLayer
@@ -54,6 +56,7 @@ class LatentAttention(AttentionLayer):
         self.q_proj, self.kv_b_proj, self.o_proj = q_proj, kv_b_proj, o_proj
         self.ops = ops
         self._kv_b = kv_b_proj.weight
+        self._always_absorbed = not kv_b_proj.is_dense and self._kv_b.device.type == "cpu"
 
     def weights_filled(self) -> None:
         """Dequantise `kv_b_proj`: the absorbed form multiplies by both halves of it, one of them transposed."""
@@ -97,17 +100,18 @@ class LatentAttention(AttentionLayer):
         heads = self.heads
         q, latent = self.ops.write_latent(qkv, heads, self.spec.layer_id, context)
         if self.q_proj is not None:
-            q = self.ops.linear(q, self.q_proj)
+            q = self.ops.linear(q, self.q_proj, context.batch.mode is ForwardMode.EXTEND)
         q = q.view(-1, heads.num_heads, heads.query_dim)
-        attend = self._plain if is_whole_prompt(context.batch) else self._absorbed
+        attend = self._plain if not self._always_absorbed and is_whole_prompt(context.batch) else self._absorbed
         return attend(q, latent, context).flatten(1)
 
     def _absorbed(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
         """The absorbed form, over the latent rows in the pool: [T, H, value_dim]."""
         heads, key, value = self.heads, *self._kv_weights()
-        query = self.ops.absorb(q, heads, key, context.batch.positions)
+        in_prompt = context.batch.mode is ForwardMode.EXTEND
+        query = self.ops.absorb(q, heads, key, context.batch.positions, in_prompt)
         attended = context.backend.forward(query, self.spec, context.batch).view(-1, heads.num_heads, heads.kv_rank)
-        return self.ops.project_values(attended, value)
+        return self.ops.project_values(attended, value, in_prompt)
 
     def _plain(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
         """The plain form, over keys and values of the pass itself: [T, H, value_dim]."""

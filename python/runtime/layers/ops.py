@@ -190,25 +190,29 @@ class BlockOps(Protocol):
         """Rotate `x` [T, H, rope.dim] by `positions` int64 [T] into `out`, which may be `x`; both may be views."""
         ...
 
-    def absorb(self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def absorb(
+        self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, in_prompt: bool = False
+    ) -> torch.Tensor:
         """Queries over latent rows: the first columns of each head times its keys, and the others rotated.
 
         Args:
             q: [T, H, query_dim]; may be a view.
             key: [H, nope_dim, kv_rank], the key half of `kv_b_proj`; heads may be strided.
             positions: int64 [T].
+            in_prompt: as in `Stream`.
 
         Returns:
             [T, H, row_dim], contiguous.
         """
         ...
 
-    def project_values(self, attended: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def project_values(self, attended: torch.Tensor, value: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """Values of each head from its weighted sum of latents.
 
         Args:
             attended: [T, H, kv_rank].
             value: [H, value_dim, kv_rank], the value half of `kv_b_proj`; heads may be strided.
+            in_prompt: as in `Stream`.
 
         Returns:
             [T, H, value_dim], contiguous.

@@ -155,15 +155,17 @@ class TorchOps:
         """Rotate `x` [T, H, rope.dim] into `out`."""
         out.copy_(rotate(x, rope, positions))
 
-    def absorb(self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def absorb(
+        self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, in_prompt: bool = False
+    ) -> torch.Tensor:
         """Queries over latent rows, [T, H, row_dim]."""
-        query = absorb_by_bmm(q, heads, key)
+        query = absorb_by_bmm(q, heads, key, in_prompt)
         self.rotate(q[..., heads.nope_dim :], heads.rope, positions, query[..., heads.kv_rank :])
         return query
 
-    def project_values(self, attended: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def project_values(self, attended: torch.Tensor, value: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """Values of each head, [T, H, value_dim]."""
-        return project_by_bmm(attended, value)
+        return project_by_bmm(attended, value, in_prompt)
 
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch

@@ -29,10 +29,11 @@ from eagle_training.vocabulary import answer_counts, coverage, pick_vocabulary
 from runtime import Engine
 from runtime.config.flag_parser import from_fields
 from runtime.config.resolve import check
-from runtime.errors import ConfigError, unreadable
+from runtime.errors import ConfigError
 from runtime.model_files.model_source import ModelSource
 from runtime.models.eagle3_layout import read_aux_layers
 from runtime.models.registry import load_hf_config
+from runtime.small_file import unreadable
 from runtime.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -248,6 +248,14 @@ def test_iterations_between_those_of_unknown_time_are_timed() -> None:
     assert control.cost.seconds(1, 3) == pytest.approx(0.8 * expected_at_start, rel=0.03)
 
 
+def test_times_of_passes_over_a_shared_prefix_are_not_learned() -> None:
+    control = controller(GPU, 1, np.random.default_rng(0), error=0.0)
+    at_start, one = control.cost.seconds(1, 3), np.ones(1, dtype=np.int64)
+    for _ in range(100):
+        control.observe(Observed(3, one, one * UNCAPPED, one > 0, 1, 0, 0.8 * at_start, shared=True))
+    assert control.cost.seconds(1, 3) == at_start
+
+
 def test_requests_that_would_end_together_ask_more_of_drafts() -> None:
     """Drafts promise 6 % more; without them all requests would end in one step."""
     rate = AcceptanceAverages(7).rates()[0]

@@ -15,6 +15,7 @@ from runtime.managers.common_pages import CommonPages
 from runtime.managers.messages import GenerateReq
 from runtime.mem_cache.kv_page_manager import KVPageManager, RequestPages
 from runtime.model_executor import verification
+from runtime.model_executor.depth_trial import DepthTrial
 from runtime.sampling_params import SamplingParams
 from unit.predicting import VOCAB, plain, speculating
 from unit.test_served_speculation import CONTEXT, GREEDY, PENALISED, serve
@@ -123,6 +124,17 @@ def test_requests_without_a_common_beginning_run_as_usual(tmp_path: Path, passes
     others[2] = GenerateReq(rid=others[2].rid, input_ids=others[2].input_ids[1:], sampling=GREEDY, seed=2)
     serve(worker, [first], {}, then=others)
     assert {live for live, _ in passes} <= {2, 3, 4}, "only after the one that differs has ended"
+
+
+def test_depth_trials_time_passes_over_a_shared_prefix(tmp_path: Path, passes: list[tuple[int, int]]) -> None:
+    roomy = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": PAGE}
+    worker: Any = speculating(tmp_path, "EAGLE", "eager", [2, 4, 8], runtime=roomy, num_steps=3, depths=(3, 0))
+    trial = worker.parts.depths.controller = DepthTrial((0, 3))
+    trial.begin(5)
+    (first, *others) = asks()
+    serve(worker, [first], {}, then=others)
+    assert any(live == 5 for live, _ in passes)
+    assert {depth for requests, depth in trial.cells if requests == 5} == {0, 3}
 
 
 @pytest.mark.parametrize(

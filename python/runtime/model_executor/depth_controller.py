@@ -168,6 +168,7 @@ class Observed(Windows):
         width: mean tokens of its windows if they differ, else 0.
         rows: int32 [n], request rows if windows may differ in width; else empty.
         step: the number of its step.
+        shared: whether it attended once to a shared prefix, so that it took less time than its context says.
     """
 
     size: int
@@ -176,6 +177,7 @@ class Observed(Windows):
     width: int = 0
     rows: Int32 = field(default_factory=no_ints)
     step: int = 0
+    shared: bool = False
 
 
 class DepthChooser(Protocol):
@@ -336,7 +338,7 @@ class DepthController(DepthChooser):
     def observe(self, read: Observed) -> None:
         """Learn from an iteration."""
         before, self._observed = self._observed, read.depth
-        if read.seconds is not None and before in (read.depth, 0):
+        if read.seconds is not None and not read.shared and before in (read.depth, 0):
             # A longer time after depth 0 may include the catch-up window, so it says nothing about the depth.
             expected = self.cost.seconds(read.size, read.depth, read.kv_tokens, read.width)
             if self._current == before == 0 < read.depth and read.seconds * CLEARLY_SHORT < expected:

@@ -411,10 +411,11 @@ class Worker:
                 greedy=greedy,
                 size=iteration.size,
                 kv_tokens=batch.pad_kv or int(iteration.bounds.sum()),
-                seconds=None if disturbed or iteration.shared_tokens else seconds,
+                seconds=None if disturbed else seconds,
                 width=0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size,
                 rows=iteration.host_rows[alive] if self.parts.depths.tracks(iteration.live) else no_ints(),
                 step=batch.step,
+                shared=iteration.shared_tokens > 0,
             )
         )
         if decodes.guessed is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.managers.common_pages import CommonPages
@@ -33,10 +34,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         if batch.shared_lens is not None and layer.layer_id == 0:
             keys = set(batch.shared_lens.tolist())
             live = batch.req_pool_indices > 0
-            (count,), pages = keys, self._table.pages[batch.req_pool_indices[live]]
-            assert count % PAGE == 0
-            assert (pages[:, : count // PAGE] == pages[0, : count // PAGE]).all()
-            assert (batch.seq_lens[live] > count).all()
+            (count,), pages, size = keys, self._table.pages[batch.req_pool_indices[live]], self._table.page_size
+            assert count % size == 0
+            assert (pages[:, : count // size] == pages[0, : count // size]).all()
+            assert (batch.seq_lens[live] - batch.tokens_per_req >= count).all()
             found.append((int(live.sum()), count))
         return forward(self, q, layer, batch)
 
@@ -124,6 +125,28 @@ def test_requests_without_a_common_beginning_run_as_usual(tmp_path: Path, passes
     others[2] = GenerateReq(rid=others[2].rid, input_ids=others[2].input_ids[1:], sampling=GREEDY, seed=2)
     serve(worker, [first], {}, then=others)
     assert {live for live, _ in passes} <= {2, 3, 4}, "only after the one that differs has ended"
+
+
+@pytest.mark.parametrize(("page", "tokens", "chunk", "overlap"), [(1, 320, 16, True), (16, 448, 64, False), (64, 448, 24, True)])
+def test_text_is_the_same_while_requests_are_retracted_and_aborted(
+    tmp_path: Path, passes: list[tuple[int, int]], page: int, tokens: int, chunk: int, overlap: bool
+) -> None:
+    roomy = {"context_length": 192, "max_running_requests": 8, "page_size": page}
+    (first, *others) = asks(requests=14, stem=90)
+    others[11] = structs.replace(others[11], cache_salt="other")
+    others[6] = structs.replace(others[6], input_ids=[*first.input_ids[:70], *others[6].input_ids[90:]])
+    expected, _ = serve(plain(**roomy), [first, *others], {}, radix_cache=False, context_length=192)
+    worker: Any = speculating(tmp_path, "EAGLE", "eager", [2, 4, 8], runtime={**roomy, "max_total_tokens": tokens})
+    tight = {"context_length": 192, "chunked_prefill_size": chunk, "schedule_conservativeness": 0.05, "page_size": page}
+    aborted = {"2": 30, "5": 40, "9": 50}
+    steps = {step: rid for rid, step in aborted.items()}
+    got, scheduler = serve(worker, [first], steps, then=others, overlap=overlap, **tight)
+    assert {rid: text for rid, text in got.items() if rid not in aborted} == {rid: expected[rid] for rid in got if rid not in aborted}
+    assert all(got[rid] == expected[rid][: len(got[rid])] for rid in aborted)
+    assert scheduler.stats.num_retracted_requests_total
+    assert scheduler.stats.num_aborted_requests_total
+    # The last common token is cached together with the token after it.
+    assert {count for _, count in passes} == {69 // page * page, 89 // page * page}
 
 
 def test_depth_trials_time_passes_over_a_shared_prefix(tmp_path: Path, passes: list[tuple[int, int]]) -> None:

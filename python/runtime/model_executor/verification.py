@@ -20,9 +20,9 @@ from runtime.model_executor.window import fill_window
 
 EAGER_STEPS = 8
 """Eager ragged passes round their token count up to one of about this many values per window position."""
-SHARED_FROM, SHARED_SAVES, SHARED_PADDING = 16, 40000, 1.25
-"""A pass attends once to a shared prefix from this many requests on, if at least `SHARED_SAVES` keys need not be read again, because more
-kernels run in each layer; and if there is a graph of at most `SHARED_PADDING` times as many requests."""
+SHARED_FROM, SHARED_SAVES, SHARED_PADDING = 16, 160_000_000, 1.25
+"""A pass attends once to a shared prefix from this many requests on, if it spares each layer reading at least `SHARED_SAVES` bytes again,
+because more kernels run in it; and if there is a graph of at most `SHARED_PADDING` times as many requests."""
 SHARED_LAUNCHES = 4
 """Additional kernels per layer: attention to the prefix, the sums of both parts' splits, and the merge."""
 MIN_REQUESTS = 32
@@ -92,6 +92,7 @@ class Verifier:
         self.runners, self.ragged, self.shared = dict[int, GraphRunner](), dict[int, GraphRunner](), dict[int, GraphRunner]()
         self.ragged_depth = USUAL_STEPS if USUAL_STEPS in depths else max(depths)
         runner = target.runner
+        self._key_bytes = runner.bytes_per_slot / runner.config.num_layers
         alone = shape.topk == 1 and runner.model.context.exchange is None
         capable, shares = alone and runner.backend.caps.ragged_windows, alone and shares_prefixes and runner.backend.caps.shared_prefix
         for depth, batches in depths.items():
@@ -123,7 +124,7 @@ class Verifier:
     def shared_size(self, depth: int, live: int, shared_tokens: int) -> int:
         """The padded size at which `live` requests attend once to their common prefix of `shared_tokens`; 0 if they do not."""
         runner = self.shared.get(depth)
-        if runner is None or live < SHARED_FROM or shared_tokens * (live - 1) < SHARED_SAVES:
+        if runner is None or live < SHARED_FROM or shared_tokens * (live - 1) * self._key_bytes < SHARED_SAVES:
             return 0
         size = runner.size_for(live)
         return size if runner.has_graph(size) and size <= SHARED_PADDING * live else 0

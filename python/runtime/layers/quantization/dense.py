@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.nn import functional as F
 
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.stable_rows import linear
 
 
 class Dense(QuantScheme):
@@ -25,8 +25,8 @@ class Dense(QuantScheme):
         return {part.prefix + ".weight": WeightSlot(part.shape, part.index, storage.weight[part.rows].copy_)}
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
-        """`F.linear`."""
-        return F.linear(x, storage.weight, bias)
+        """`F.linear`, with the same bits for a row of any pass where this is free."""
+        return linear(x, storage.weight, bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """The weight."""

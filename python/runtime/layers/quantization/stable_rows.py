@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 PADDED = (1, 2, 3, 4)
-"""Numbers of rows to which a smaller pass may be padded: they take no longer than one, because reading the weight does."""
+"""Numbers of rows to which a smaller pass may be padded: they take about as long as one, because reading the weight takes longest."""
 OTHERS = (8, 16, 32, 48)
 """Larger numbers of rows to test; with `WHOLE` rows they are compared."""
 WHOLE = 64

@@ -25,7 +25,7 @@ class Dense(QuantScheme):
         return {part.prefix + ".weight": WeightSlot(part.shape, part.index, storage.weight[part.rows].copy_)}
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
-        """`F.linear`, with the same bits for a row of any pass where this is free."""
+        """`F.linear`; in bfloat16 on a CPU with the same bits for a row of any pass, if a trial finds a way."""
         return linear(x, storage.weight, bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Reads small text files, without filling memory or blocking if the path is something else."""
+"""Reads small text files, without filling memory if the path is something else."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ MAX_MIB = 256
 
 
 def read_small(path: Path, max_mib: int = MAX_MIB) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark.
+    """The text of a UTF-8 file or pipe, with or without a byte order mark.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or has more than `max_mib` MiB.
+        OSError: it cannot be read, is neither a regular file nor a pipe, or has more than `max_mib` MiB.
         UnicodeDecodeError: it is not UTF-8.
     """
-    found = path.stat()  # opening a named pipe could block
+    found, most = path.stat(), max_mib << 20
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    if found.st_size > max_mib << 20:
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISFIFO(found.st_mode):
+        raise OSError(errno.EINVAL, "it is neither a regular file nor a pipe")
+    if found.st_size > most:
         raise OSError(errno.EFBIG, f"it has {found.st_size >> 20:,} MiB; the limit is {max_mib} MiB")
-    return path.read_text(encoding="utf-8-sig")
+    with path.open(encoding="utf-8-sig") as file:  # the size of a pipe is not known
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {max_mib} MiB")
+    return content
 
 
 def unreadable(error: OSError | UnicodeDecodeError) -> str:

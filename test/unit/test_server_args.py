@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -186,16 +188,10 @@ def huge(tmp_path: Path) -> str:
     return str(tmp_path / "huge")
 
 
-def named_pipe(tmp_path: Path) -> str:
-    os.mkfifo(tmp_path / "pipe")
-    return str(tmp_path / "pipe")
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        (lambda _: "/dev/zero", "/dev/zero cannot be read: it is not a regular file"),
-        (named_pipe, "pipe cannot be read: it is not a regular file"),
+        (lambda _: "/dev/zero", "/dev/zero cannot be read: it is neither a regular file nor a pipe"),
         (huge, "huge cannot be read: it has 8,192 MiB; the limit is "),
         (str, " cannot be read: it is a folder"),
         (lambda _: "x" * 300, "xx cannot be read: file name too long"),
@@ -211,6 +207,25 @@ def test_files_that_are_not_small_are_refused_unread(tmp_path: Path, name: Calla
     for flag, read in readers.items():
         with pytest.raises(ConfigError, match=rf"^{flag} .*{why}"):
             read()
+
+
+@pytest.mark.parametrize("content", [b"port: 8123\n", b"x" * (17 << 20)], ids=["small", "endless"])
+def test_a_config_may_come_from_a_pipe(tmp_path: Path, content: bytes) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def write() -> None:
+        with suppress(BrokenPipeError), pipe.open("wb") as file:
+            file.write(content)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    if len(content) < 100:
+        assert parse(["--config", str(pipe)]).args.port == 8123
+    else:
+        with pytest.raises(ConfigError, match=r"pipe cannot be read: it has more than 16 MiB\.$"):
+            parse(["--config", str(pipe)])
+    writer.join()
 
 
 @pytest.mark.parametrize("flag", ["model_path", "tokenizer_path", "ssl_keyfile", "speculative_token_map", "chat_template", "profile"])

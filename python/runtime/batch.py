@@ -62,6 +62,7 @@ class WorkerLimits:
             unknown.
         piggyback_min_tokens: prompt tokens from which decode rows are cheaper in a prompt step than in a step of their
             own. Shorter prompts run through graphs that hold no decode rows.
+        shares_prefixes: whether decode steps make use of `ScheduleBatch.shared_tokens`.
         groups: number of attention groups; `max_total_tokens` and `max_running_requests` are those of each.
     """
 
@@ -79,6 +80,7 @@ class WorkerLimits:
     mixed: bool = False
     saturating_tokens: int = 0
     piggyback_min_tokens: int = 1
+    shares_prefixes: bool = False
     groups: int = 1
 
     @property
@@ -181,7 +183,8 @@ class ScheduleBatch:
         defers_first_drafts: whether drafts are not expected to follow these prompts, so that the draft computes the first ones only when
             they are needed; chosen by `Worker.submit`.
         sample: the eager sample of this step; chosen by `Worker.submit`.
-        shared_tokens: KV at the front of all decode rows that lies in the same pages; 0 in steps with prompts.
+        shared_tokens: KV at the front of all decode rows that lies in the same pages; 0 in steps with prompts, and if
+            the worker does not make use of it.
         sections: the part of each attention group, if there are several; all fields but `step` and those that `Worker.submit` chooses are
             then empty.
         pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.

@@ -16,11 +16,10 @@ class CommonPages:
         self._requests: list[RequestPages] = []
         self._count = 0
 
-    def count(self, requests: Sequence[RequestPages]) -> int:
+    def count(self, requests: list[RequestPages]) -> int:
         """The number of leading pages that all `requests` have in the prefix cache; 0 for fewer than two."""
-        own = list(requests)
-        if own != self._requests:  # compares identities
-            self._requests, self._count = own, _count(own)
+        if requests != self._requests:  # compares identities
+            self._requests, self._count = requests, _count(requests)
         return self._count
 
 

@@ -296,7 +296,7 @@ class Scheduler:
         """Hand the step to the worker; False if that failed, which ends its requests."""
         self._steps += 1
         batch = StepPlan.batch_of(plans, self._steps)
-        if len(plans) == 1 and not batch.num_prompts:
+        if self.limits.shares_prefixes and not batch.num_prompts:
             batch.shared_tokens = self._common_pages.count([req.pages for req in plans[0].decodes]) * self.limits.page_size
         tokens = max(len(section.token_ids) for section in batch.sections or [batch])
         self._prompt_tokens = 0 if any(plan.decodes for plan in plans) else self._prompt_tokens + tokens

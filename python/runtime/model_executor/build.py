@@ -91,7 +91,8 @@ def build_worker(
     plan = size_memory(context, parts, models, activations)
     capture_graphs(context, models, plan)
     add_info(context)
-    worker = Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, group, context.exchange, followers)
+    limits = make_limits(context, plan, parts.target, drafter.spec, bool(parts.verifier.shared))
+    worker = Worker(parts, limits, context.info, group, context.exchange, followers)
     if followers is not None:
         followers.begin(group)
     if config.speculative is not None and group.rank == 0:
@@ -348,8 +349,10 @@ def capture_graphs(context: WorkerContext, models: list[ModelPasses], plan: Memo
 # ---- limits
 
 
-def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, spec: DrafterSpec) -> WorkerLimits:
-    """The limits that the scheduler must respect."""
+def make_limits(
+    context: WorkerContext, plan: MemoryPlan, target: TargetModel, spec: DrafterSpec, shares_prefixes: bool = False
+) -> WorkerLimits:
+    """The limits that the scheduler must respect. `shares_prefixes`: as in `WorkerLimits`."""
     config, model, on_gpu = context.config, target.runner.model, context.device.type == "cuda"
     mixed_from = 1 if target.short_prompts is None else target.short_prompts.largest + 1
     mixed = config.scheduler.mixed_chunk and mixed_from <= context.extend_tokens
@@ -372,6 +375,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
         mixed=mixed,
         saturating_tokens=prompt_cost(context, model).saturating_tokens if on_gpu else CPU.saturating_tokens,
         piggyback_min_tokens=mixed_from,
+        shares_prefixes=shares_prefixes,
         groups=config.parallel.dp_size,
     )
     log.info("admission: at most %d running requests, %d KV tokens, %d tokens per prompt step", limits.max_running_requests,

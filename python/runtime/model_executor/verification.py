@@ -103,7 +103,6 @@ class Verifier:
                 own = replace(batches, captured=thinned([size for size in batches.captured if size >= MIN_REQUESTS]))
                 specs = {mean: ragged_spec(spec, mean) for mean in mean_widths(depth)}
                 self.ragged = {mean: make(spec, self._ragged_forward, runner, own, True) for mean, spec in specs.items()}
-
             if shares and depth <= self.ragged_depth:
                 own = replace(batches, captured=thinned([size for size in batches.captured if size >= SHARED_FROM]))
                 self.shared[depth] = make(shared_spec(spec, runner.config.num_layers), self._forward, runner, own, True)

@@ -60,7 +60,7 @@ OUR_FLAGS = re.findall(
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
     distributed-executor-backend log-format log-slow-requests otlp-traces-endpoint
     speculative-draft-model-quantization enable-iteration-graph speculative-draft-tp-size speculative-tuning disable-fp8-activations
-    disable-iteration-graph
+    disable-iteration-graph disable-draft-head-candidates
     """,
 )
 
@@ -529,6 +529,12 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({**EAGLE, "speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 2}, HOPPER, ["STANDALONE", "--speculative-eagle-topk"]),
         ({"speculative_algorithm": "NGRAM", "disable_draft_decode_cuda_graph": True}, HOPPER, ["--disable-draft-decode-cuda-graph"]),
         ({"speculative_algorithm": "NGRAM", "disable_draft_extend_cuda_graph": True}, HOPPER, ["--disable-draft-extend-cuda-graph"]),
+        ({"speculative_algorithm": "NGRAM", "disable_draft_head_candidates": True}, HOPPER, ["--disable-draft-head-candidates", "NGRAM"]),
+        (
+            {**EAGLE, "speculative_algorithm": "STANDALONE", "disable_draft_head_candidates": True},
+            HOPPER,
+            ["--disable-draft-head-candidates", "standalone"],
+        ),
         ({**EAGLE, "speculative_eagle_topk": 2, "speculative_num_steps": 2, "speculative_num_draft_tokens": 8}, HOPPER, ["7 nodes"]),
         ({**EAGLE, "speculative_eagle_topk": 16, "speculative_num_steps": 6}, HOPPER, ["64"]),
         ({**EAGLE, "speculative_num_draft_tokens": 65}, HOPPER, ["--speculative-num-draft-tokens", "64"]),
@@ -656,6 +662,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
         {"speculative_draft_attention_backend": "flashinfer"}, lambda c: (c.device.attention_backend, spec_of(c).attention_backend),
         ("fa3", "flashinfer"),
     ),
+    "disable_draft_head_candidates": ({"disable_draft_head_candidates": True}, lambda c: spec_of(c).head_candidates, False),
     "disable_draft_extend_cuda_graph": (
         {"disable_draft_extend_cuda_graph": True}, lambda c: (spec_of(c).draft_decode_graph, spec_of(c).draft_extend_graph), (True, False)
     ),
@@ -862,6 +869,14 @@ def test_draft_graphs_follow_their_flags() -> None:
     eager = resolve(args(**EAGLE, disable_cuda_graph=True), HOPPER, LLAMA, DRAFT).speculative
     assert eager is not None
     assert (eager.draft_decode_graph, eager.draft_extend_graph) == (False, False)
+
+
+def test_only_chains_on_a_gpu_look_for_candidates() -> None:
+    tree = {"speculative_eagle_topk": 2, "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
+    for own, machine, wanted in (({}, HOPPER, True), (tree, HOPPER, False), ({}, CPU, False)):
+        resolved = resolve(args(**EAGLE, **own), machine, LLAMA, DRAFT).speculative
+        assert resolved is not None
+        assert resolved.head_candidates is wanted
 
 
 @pytest.mark.parametrize("flag", ["--disable-cuda-graph", "--disable-draft-extend-cuda-graph", "--disable-draft-decode-cuda-graph"])

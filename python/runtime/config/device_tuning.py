@@ -65,6 +65,7 @@ class DeviceTuning:
             applies to any number.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
         scaled_candidates: the same for e4m3 weights, for every operation.
+        head_candidates: the same for a draft's LM head in e4m3 and rows in e4m3.
         fragment_candidates: (largest number of input rows, configurations) of the fragment GEMM, ascending.
         triton_gemm_rows: up to this many rows, a GEMM that was not timed uses the first candidate, above it cuBLAS; and the WGMMA GEMM is
             not timed for `logits`.
@@ -91,6 +92,7 @@ class DeviceTuning:
     latent: tuple[tuple[int, LatentConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
     scaled_candidates: tuple[tuple[int, Candidates], ...]
+    head_candidates: tuple[tuple[int, Candidates], ...]
     fragment_candidates: tuple[tuple[int, FragmentCandidates], ...]
     triton_gemm_rows: int
     wgmma_only_rows: int
@@ -131,6 +133,10 @@ class DeviceTuning:
     def scaled_configs(self, rows: int) -> Candidates:
         """The candidates for e4m3 weights and `rows` rows of input, 1..128."""
         return next(configs for max_rows, configs in self.scaled_candidates if rows <= max_rows)
+
+    def candidate_configs(self, rows: int) -> Candidates:
+        """The candidates for a draft's LM head in e4m3 and `rows` rows of e4m3 input, 1..128."""
+        return next(configs for max_rows, configs in self.head_candidates if rows <= max_rows)
 
     def fragment_configs(self, rows: int) -> FragmentCandidates:
         """The configurations of the fragment GEMM for `rows` rows of input; none for many rows."""
@@ -235,6 +241,15 @@ H200 = DeviceTuning(
         ),
         (64, (TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(64, 128, 8, 5, swap=True, prefetch=0))),
         (128, (TritonConfig(64, 128, 8, 4, swap=True, prefetch=0), TritonConfig(64, 128, 4, 4, swap=True, prefetch=0))),
+    ),
+    # The fastest of a sweep over 128256 x 4096 and 151936 x 2048.
+    head_candidates=(
+        (16, (TritonConfig(128, 256, 4, 3, swap=True, prefetch=0), TritonConfig(128, 256, 8, 3, swap=True, tma=True, prefetch=0))),
+        (64, (TritonConfig(128, 128, 4, 4, swap=True, prefetch=0), TritonConfig(256, 128, 8, 4, swap=True, prefetch=0))),
+        (
+            128,
+            (TritonConfig(256, 128, 8, 4, swap=True, tma=True, prefetch=0), TritonConfig(256, 64, 8, 6, swap=True, tma=True, prefetch=0)),
+        ),
     ),
     # Warps that hold a block's weights of 2048 or 4096 columns in registers at once, by the compiler's register counts; for 16 rows
     # also half of them.

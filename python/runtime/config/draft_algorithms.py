@@ -34,7 +34,12 @@ class AlgorithmCaps:
 
 
 _FOLDER = ("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_model_quantization")
-_RUNS = ("speculative_draft_attention_backend", "disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph")
+_RUNS = (
+    "speculative_draft_attention_backend",
+    "disable_draft_decode_cuda_graph",
+    "disable_draft_extend_cuda_graph",
+    "disable_draft_head_candidates",
+)
 ALGORITHM_CAPS: dict[SpecAlgorithm, AlgorithmCaps] = {
     "EAGLE": AlgorithmCaps(without_folder="MTP", trees=True, token_map=True),
     "EAGLE3": AlgorithmCaps(trees=True),
@@ -46,7 +51,10 @@ ALGORITHM_CAPS: dict[SpecAlgorithm, AlgorithmCaps] = {
         token_map=True,
     ),
     "DFLASH": AlgorithmCaps(blocks=True),
-    "STANDALONE": AlgorithmCaps(),
+    "STANDALONE": AlgorithmCaps(
+        unused_flags=("disable_draft_head_candidates",),
+        unused_why="A standalone draft model scores all tokens with its own weights. Leave it out.",
+    ),
     "NGRAM": AlgorithmCaps(
         draft="none",
         unused_flags=(*_FOLDER, *_RUNS, "speculative_draft_tp_size"),

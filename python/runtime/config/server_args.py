@@ -240,6 +240,9 @@ class ServerArgs:
     """Run draft extend eagerly."""
     disable_draft_decode_cuda_graph: bool = _flag(SPECULATION, False)
     """Run draft decode eagerly."""
+    disable_draft_head_candidates: bool = _flag(SPECULATION, False)
+    """Score all tokens with the 16-bit weights of a draft's LM head; by default a copy in 8 bits selects the tokens to score on a GPU of
+    the Hopper generation, if that is faster."""
     speculative_synthetic_accept_length: str | None = _flag(SPECULATION, None, "X")
     """For benchmarks: accept X tokens per step on average; with commas, one acceptance probability per position."""
     speculative_check_parity: bool = _flag(SPECULATION, False)

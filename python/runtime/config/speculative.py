@@ -146,6 +146,7 @@ def resolve_speculative(
         check_parity=args.speculative_check_parity,
         draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         draft_tp_size=args.speculative_draft_tp_size,
+        head_candidates=device.device == "cuda" and shape.topk == 1 and not args.disable_draft_head_candidates,
         tuning=tuning,
     )
 

@@ -14,9 +14,11 @@ from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.flash_prompts import attend_prompts
 from runtime.layers.attention.kernels import absorbed_gemms
+from runtime.layers.candidate_head import CandidateHead, takes_candidates
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
+from runtime.layers.gemm.candidate_gemm import best_candidate, candidate_runs, choose_candidates
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.float32_gemms import has_float32_gemms
@@ -30,6 +32,7 @@ from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.widen import widened_linear
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
+from runtime.layers.kernels.cuda_driver import on_hopper
 from runtime.layers.kernels.embed_rows import embed_rows
 from runtime.layers.kernels.join_rows import join_rows
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
@@ -52,6 +55,7 @@ from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope, RotaryHeads
 from runtime.layers.row_norms import RowNorms
+from runtime.layers.warmup_chain import run_chain
 
 log = logging.getLogger(__name__)
 TRIAL_PARTS = 128
@@ -73,6 +77,7 @@ class CudaOps:
         self.pdl = starts_early(torch.device("cuda", torch.cuda.current_device())) if pdl is None else pdl
         self.choices: dict[GemmKey, GemmChoice] = {}
         self._quantized: dict[WeightKind, tuple[bool, str]] = {}
+        self._heads: list[CandidateHead] = []
         self._timings = timings
         self._tuned_buckets: set[int] | None = None
         self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -212,6 +217,18 @@ class CudaOps:
         """
         return self._greedy(x, head, tokens, logits, self.choice("logits", head, x.shape[0]))
 
+    def candidate_head(self, head: Linear) -> CandidateHead | None:
+        """A draft's LM head with a copy in e4m3, on Hopper."""
+        if takes_candidates(head) and takes_kernels(head) and on_hopper(head.weight):
+            self._heads.append(CandidateHead(head))
+            return self._heads[-1]
+        return None
+
+    def greedy_draft(self, x: torch.Tensor, head: CandidateHead) -> torch.Tensor:
+        """int64 [N]: for numbers of rows where that is faster, the best of the candidates by e4m3 weights; otherwise `greedy`."""
+        config = head.choices.get(m_bucket(len(x)))
+        return self.greedy(x, head.own) if config is None else best_candidate(x.contiguous(), head, config, self.pdl)
+
     def autotune(
         self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
     ) -> dict[str, str]:
@@ -225,12 +242,15 @@ class CudaOps:
         prompts = {m_bucket(count) for count in prompt_rows if count > MAX_ROWS} - decoding
         self._tuned_buckets = {*(self._tuned_buckets or ()), *decoding, *prompts}
         groups = group_gemms(gemms, sorted(decoding | prompts), prompts)
+        few = [bucket for bucket in sorted(decoding) if bucket <= MAX_ROWS]
         found = autotune_gemms(groups, self._trial, self._timings, self._num_sms, others)
         self.choices.update({key: timed.choice for key, timed in found.items()})
-        compile_all(self._warmup_runs(gemms, groups))
+        compile_all([*self._warmup_runs(gemms, groups), *candidate_runs(self._heads, few, self._timings, self.pdl)])
+        report = {str(group): str(found[group.key]) for group in groups}
+        for head in self._heads:
+            report |= choose_candidates(head, few, self._timings, self.greedy, self.pdl)
         torch.cuda.empty_cache()
         self._quantized |= choose_quantized((gemm.linear for gemm in gemms), self._timings)
-        report = {str(group): str(found[group.key]) for group in groups}
         report |= {"prompts {} {}x{}".format(*kind): line for kind, (_, line) in self._quantized.items()}
         for name, line in report.items():
             log.info("%s: %s", name, line)
@@ -289,32 +309,10 @@ class CudaOps:
             yield lambda _, x=x, head=head: self.greedy(x, head)
         for rows in sorted({group.rows for group in groups}):
             for deferred in (True, False):
-                yield lambda _, rows=rows, deferred=deferred: self._run_chain(gemms, rows, deferred)
-
-    def _run_chain(self, gemms: Sequence[Gemm], rows: int, deferred: bool) -> None:
-        """Run a model's GEMMs in order: each kind once after each kind of GEMM that may have written the stream."""
-        norm = next(gemm.norm for gemm in gemms if gemm.norm is not None)
-        start = Stream(torch.zeros((rows, norm.weight.shape[0]), device=norm.weight.device))
-        streams, done, writer = dict[GemmKey, Stream](), set[tuple[GemmKey | None, GemmKey]](), None
-        for gemm in gemms:
-            key, linear = gemm.key(rows), gemm.linear
-            if gemm.op != "logits" and (writer, key) not in done:
-                done.add((writer, key))
-                stream = start if writer is None else streams[writer]
-                if gemm.op != "linear_add" and gemm.norm is not None and stream.norm is not None and stream.norm is not gemm.norm:
-                    stream = self._after_experts(stream.h, gemm.norm, deferred)
-                norm = gemm.norm or norm
-                x = torch.zeros((rows, linear.in_features), dtype=input_dtype(linear, gemm.norm), device=linear.weight.device)
-                if gemm.norm is None:
-                    self.linear(x, linear)
-                elif gemm.op == "linear":
-                    self.norm_linear(stream, norm, linear)
-                elif gemm.op == "gate_up":
-                    self.norm_gate_up(stream, norm, linear, gemm.activation)
-                else:
-                    streams[key] = self._compile_add(x, linear, stream, norm if deferred else None)
-            if gemm.op == "linear_add":
-                writer = key
+                yield lambda _, rows=rows, deferred=deferred: run_chain(
+                    self, gemms, rows, lambda h, norm: self._after_experts(h, norm, deferred),
+                    lambda x, linear, stream, norm: self._compile_add(x, linear, stream, norm if deferred else None),
+                )  # fmt: skip
 
     def _after_experts(self, h: torch.Tensor, norm: RMSNorm, deferred: bool) -> Stream:
         """A stream as if the experts of a sparse MLP had written it for `norm`; their kernels are not among these GEMMs."""

@@ -24,6 +24,7 @@ import torch
 
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
@@ -233,6 +234,14 @@ class BlockOps(Protocol):
         """The argmax of each row of `logits(x, head)`, the first of equal entries: int64 [N], written to `tokens` if given.
         `logits` float32 [N, vocab] is written if given; otherwise the logits may never be stored.
         """
+        ...
+
+    def candidate_head(self, head: Linear) -> CandidateHead | None:
+        """A draft's LM head with a copy in 8 bits, which `autotune` drops if it is never faster; None where it cannot be."""
+        ...
+
+    def greedy_draft(self, x: torch.Tensor, head: CandidateHead) -> torch.Tensor:
+        """int64 [N]: the token of each row with the largest logit among some candidates, nearly always the argmax of `logits`."""
         ...
 
     def autotune(

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from runtime.layers.absorption import absorb_by_bmm, project_by_bmm
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
@@ -184,6 +185,14 @@ class TorchOps:
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
         """The argmax of each row of `logits(x, head)`, int64 [N]; written to `tokens` if given, the logits to `logits` if given."""
         return argmax(self.logits(x, head, logits), tokens)
+
+    def candidate_head(self, head: Linear) -> CandidateHead | None:
+        """None: every token is scored with the head's own weights."""
+        return None
+
+    def greedy_draft(self, x: torch.Tensor, head: CandidateHead) -> torch.Tensor:
+        """The argmax of each row of `logits(x, head.own)`, int64 [N]."""
+        return self.greedy(x, head.own)
 
     def autotune(
         self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()

@@ -23,7 +23,7 @@ from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.dflash import DFlashDraftModel
 from runtime.models.draft_config import DraftConfig, load_draft_config
-from runtime.models.draft_head import DraftModel
+from runtime.models.draft_head import DraftHead, DraftModel
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.mtp import MtpDraft
@@ -123,6 +123,8 @@ def _loaded(context: WorkerContext, draft: Draft) -> tuple[Draft, ModelRunner, S
         raise ConfigError(f"--speculative-eagle-topk is {spec.topk}; this draft has {draft.vocab_size} tokens. Use a smaller value.")
     own = None if spec.draft_model_path is None else (spec.draft_model_path, spec.draft_load_format)
     load_weights(context, draft, *(own or (served.model_path, served.load_format)))
+    if spec.head_candidates and isinstance(draft, DraftHead):
+        draft.find_candidates()
     log.info("draft: %s, %s, %d of %d tokens", spec.algorithm, draft.config.architecture, draft.vocab_size, draft.config.vocab_size)
     decoder, tuning = cast(DecoderModel, draft), context.config.device.tuning
     runner = ModelRunner(decoder, spec.attention_backend, context.dtype, context.device, tuning=tuning, group=context.group)

@@ -11,8 +11,8 @@ from runtime.layers.activation import Activation
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 
-GemmOp = Literal["linear", "linear_add", "gate_up", "logits"]
-"""The block operation around a GEMM; "logits" stands for the LM head with and without argmax."""
+GemmOp = Literal["linear", "linear_add", "gate_up", "logits", "candidates"]
+"""The block operation around a GEMM; "logits" stands for the LM head with and without argmax, "candidates" for a draft's 8-bit copy."""
 GemmKey = tuple[GemmOp, str, int, int, int]
 """Operation, scheme, rows and columns of the weight, m bucket."""
 

@@ -50,7 +50,7 @@ def triton_gemm(
     """`out = epilogue(x @ weight.T)`; returns `out`.
 
     Args:
-        x: [M, K] contiguous, M <= 128, K a multiple of 16, bfloat16 or float16.
+        x: [M, K] contiguous, M <= 128, K a multiple of 16, bfloat16 or float16, or e4m3 with unscaled e4m3 weights.
         weight: [N, K] contiguous, the dtype of x, or e4m3, which is converted in registers.
         out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None if only the argmax is needed.
         config: the tiling; with `swap` and without `tma` for e4m3.

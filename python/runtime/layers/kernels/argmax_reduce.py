@@ -29,7 +29,13 @@ def tile_argmax(x, column):
     # x may be a whole GEMM tile, so there are few operations per entry, and the key is computed only from the maximum.
     top = largest[:, None]
     first = tl.min(tl.where((x == top) | (x != x), column, NO_COLUMN), 1)
-    bits = largest.to(tl.int32, bitcast=True)
+    return order_key(largest), first
+
+
+@triton.jit
+def order_key(x):
+    """int32 keys with the order of float32 x."""
+    bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = tl.where(largest == 0.0, 0, key)
-    return tl.where(largest != largest, 0x7FFFFFFF, key), first
+    key = tl.where(x == 0.0, 0, key)
+    return tl.where(x != x, 0x7FFFFFFF, key)

@@ -1,0 +1,49 @@
+"""Runs the GEMMs of a model in their order, so that every kernel which their combinations need is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from runtime.layers.gemm.gemm import Gemm, GemmKey, input_dtype
+from runtime.layers.linear import Linear
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import BlockOps, Stream
+
+
+def run_chain(
+    ops: BlockOps,
+    gemms: Sequence[Gemm],
+    rows: int,
+    after_experts: Callable[[torch.Tensor, RMSNorm], Stream],
+    add: Callable[[torch.Tensor, Linear, Stream, RMSNorm], Stream],
+) -> None:
+    """Run each kind of GEMM once after each kind that may have written the stream.
+
+    Args:
+        after_experts: the stream, float32 [rows, hidden], as if a sparse MLP had written it for the norm.
+        add: `linear_add` without the exchange between ranks.
+    """
+    norm = next(gemm.norm for gemm in gemms if gemm.norm is not None)
+    start = Stream(torch.zeros((rows, norm.weight.shape[0]), device=norm.weight.device))
+    streams, done, writer = dict[GemmKey, Stream](), set[tuple[GemmKey | None, GemmKey]](), None
+    for gemm in gemms:
+        key, linear = gemm.key(rows), gemm.linear
+        if gemm.op != "logits" and (writer, key) not in done:
+            done.add((writer, key))
+            stream = start if writer is None else streams[writer]
+            if gemm.op != "linear_add" and gemm.norm is not None and stream.norm is not None and stream.norm is not gemm.norm:
+                stream = after_experts(stream.h, gemm.norm)
+            norm = gemm.norm or norm
+            x = torch.zeros((rows, linear.in_features), dtype=input_dtype(linear, gemm.norm), device=linear.weight.device)
+            if gemm.norm is None:
+                ops.linear(x, linear)
+            elif gemm.op == "linear":
+                ops.norm_linear(stream, norm, linear)
+            elif gemm.op == "gate_up":
+                ops.norm_gate_up(stream, norm, linear, gemm.activation)
+            else:
+                streams[key] = add(x, linear, stream, norm)
+        if gemm.op == "linear_add":
+            writer = key

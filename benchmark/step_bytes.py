@@ -34,7 +34,8 @@ class StepBytes:
     """The bytes that one pass reads.
 
     Attributes:
-        fixed: bytes of the weights that every pass reads: attention, dense MLPs, shared experts, routers, LM head.
+        fixed: bytes of the weights that every pass reads: attention, dense MLPs, shared experts, routers, LM head (in 16 bits, although
+            greedy drafts mostly read its 8-bit copy).
         experts: the sparse layers; None for a dense model.
         full_kv, window_kv: bytes of KV per token in the layers with full attention, and in those with a sliding window.
         window: size of the sliding window in tokens.

@@ -48,9 +48,12 @@ def test_the_best_candidate_has_the_largest_exact_score(shape: tuple[int, int], 
     exact = torch.stack([weight[own].double() @ row.double() for own, row in zip(candidates, x, strict=True)])
     want = candidates.gather(1, exact.argmax(1, keepdim=True))[:, 0]
     for pdl in (False, True):
-        got = best_of_tiles(partial, x, weight, 1, 16, out[:rows], pdl)
+        logits = torch.full((rows, V), float("nan"), device="cuda")
+        got = best_of_tiles(partial, x, weight, 1, 16, out[:rows], pdl, logits)
         assert got.tolist() == want.tolist()
         assert out[rows] == -1
+        assert int(logits.isfinite().sum()) == candidates.numel()
+        torch.testing.assert_close(logits.gather(1, candidates).double(), exact, rtol=1e-4, atol=1e-3)
 
 
 def test_equal_scores_give_the_lowest_token() -> None:

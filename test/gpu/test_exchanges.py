@@ -11,8 +11,13 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from runtime.config.device_tuning import H200
 from runtime.distributed.rendezvous import Rendezvous
 from runtime.distributed.torch_group import TorchGroup
+from runtime.layers.candidate_head import CandidateHead
+from runtime.layers.gemm.timings import GemmTimings
+from runtime.layers.linear import Linear
+from runtime.layers.lm_head import greedy_draft
 
 if TYPE_CHECKING:
     from runtime.layers.cuda_group import CudaGroup
@@ -41,9 +46,28 @@ def check_rank(rank: int, ranks: int, folder: str) -> None:
     group = CudaGroup(TorchGroup.join(Rendezvous.in_folder(folder), rank, ranks, 60.0), device, own_kernels=True, timeout=60.0)
     check_sums(group, device)
     check_rows(group, device)
+    check_drafts(group, device)
     for part in group.split(2):
         if isinstance(part, CudaGroup):
             check_rows(part, device)
+
+
+def check_drafts(group: CudaGroup, device: torch.device) -> None:
+    """Drafts from the candidates of all ranks, by our own exchange and by an all-reduce."""
+    from runtime.layers.cuda_ops import CudaOps
+
+    random = torch.Generator(device).manual_seed(0)
+    weight = (torch.randn((128 << 10, 1024), generator=random, device=device) / 32).to(torch.bfloat16)
+    ops, fused = CudaOps(GemmTimings(H200)), group.fused
+    head = CandidateHead(Linear.sharded(weight, group))
+    for rows, own_exchange in itertools.product((1, 16, 100), (True, False)):
+        head.choices = dict.fromkeys((1, 16, 128), H200.candidate_configs(rows)[0])
+        x = torch.randn((rows, 1024), generator=random, device=device).to(torch.bfloat16)
+        group.fused = fused if own_exchange else None
+        drafts, wanted = greedy_draft(ops, x, head), (x.float() @ weight.float().T).argmax(1)
+        assert int((drafts != wanted).sum()) <= rows // 50
+        assert len(set(map(tuple, group.gather(drafts.tolist())))) == 1, "all ranks draft the same"
+    group.fused = fused
 
 
 def check_rows(group: CudaGroup, device: torch.device) -> None:

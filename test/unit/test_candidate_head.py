@@ -48,7 +48,7 @@ def test_scores_of_the_copy_select_the_best_token() -> None:
     assert missed <= 4
 
 
-def test_small_sharded_or_quantized_heads_have_no_copy() -> None:
+def test_small_heads_and_other_dtypes_have_no_copy() -> None:
     rows = LEAST_BYTES // 2 // 256
     assert takes_candidates(Linear.dense(torch.empty((rows, 256), dtype=torch.bfloat16)))
     assert not takes_candidates(Linear.dense(torch.empty((rows - 1, 256), dtype=torch.bfloat16)))
@@ -58,5 +58,6 @@ def test_small_sharded_or_quantized_heads_have_no_copy() -> None:
 def test_a_cpu_scores_every_token() -> None:
     ops, head = TorchOps(), Linear.dense(head_of(1000))
     assert ops.candidate_head(head) is None
-    x = torch.randn((5, 256)).to(torch.bfloat16)
-    assert torch.equal(ops.greedy_draft(x, CandidateHead(head)), ops.greedy(x, head))
+    x, logits = torch.randn((5, 256)).to(torch.bfloat16), torch.empty((5, 1000))
+    assert torch.equal(ops.greedy_draft(x, CandidateHead(head), logits), ops.greedy(x, head))
+    assert torch.equal(logits, ops.logits(x, head))

@@ -20,8 +20,9 @@ from runtime.distributed.agreement import Agreement
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.entrypoints.rank import check_same_model, check_same_weights, with_own_files
 from runtime.errors import ConfigError, RankFailed, RanksDiffer
+from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.linear import Linear
-from runtime.layers.lm_head import all_logits, greedy
+from runtime.layers.lm_head import all_logits, greedy, greedy_draft
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import BuildOptions
@@ -364,16 +365,18 @@ def test_the_likeliest_of_equal_tokens_is_the_smallest_id(vocab: int) -> None:
     x = torch.cat([torch.ones(1, hidden), torch.randn(4, hidden), torch.full((1, hidden), torch.nan)])
     meeting, ops = Meeting(2), TorchOps()
 
-    def rank(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rank(index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         group = ThreadGroup(index, 2, meeting)
         head = Linear.sharded(weight, group)
-        return greedy(ops, x, head, agreement=Agreement(torch.device("cpu"), group)), all_logits(ops, x, head)
+        drafts = greedy_draft(ops, x, CandidateHead(head))
+        return greedy(ops, x, head, agreement=Agreement(torch.device("cpu"), group)), all_logits(ops, x, head), drafts
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(rank, range(2)))
     whole = ops.logits(x, Linear.dense(weight))
-    for tokens, logits in results:
+    for tokens, logits, drafts in results:
         assert torch.equal(tokens, whole.argmax(-1))
+        assert torch.equal(drafts, tokens)
         torch.testing.assert_close(logits, whole, equal_nan=True)
     assert results[0][0][0] == 3
 

@@ -25,7 +25,7 @@ class CandidateHead:
     has them far apart: its row i scores token `i * stride % V`.
 
     Attributes:
-        own: the LM head [V, hidden] in bfloat16.
+        own: the LM head [V, hidden] in bfloat16, or this rank's rows of it.
         stride: coprime to V.
         narrow: e4m3 [V, hidden], the head's rows less their mean, all divided by one number, neither of which changes the order of
             scores; None if it is faster for no number of rows.
@@ -44,9 +44,9 @@ class CandidateHead:
 
 
 def takes_candidates(head: Linear) -> bool:
-    """Whether a head has the dtype, size and placement for candidates: bfloat16, all on this rank, and too large to be read quickly."""
-    weight = head.weight
-    return head.is_dense and weight.dtype is torch.bfloat16 and not head.is_sharded and head.bias is None and weight.nbytes >= LEAST_BYTES
+    """Whether a head is in bfloat16 and, on each rank, too large to be read quickly; the same on all ranks."""
+    share = head.whole // (head.group.size if head.is_sharded else 1) * head.in_features * 2
+    return head.is_dense and head.weight.dtype is torch.bfloat16 and head.bias is None and share >= LEAST_BYTES
 
 
 def stride_of(count: int) -> int:

@@ -224,10 +224,12 @@ class CudaOps:
             return self._heads[-1]
         return None
 
-    def greedy_draft(self, x: torch.Tensor, head: CandidateHead) -> torch.Tensor:
+    def greedy_draft(self, x: torch.Tensor, head: CandidateHead, logits: torch.Tensor | None = None) -> torch.Tensor:
         """int64 [N]: for numbers of rows where that is faster, the best of the candidates by e4m3 weights; otherwise `greedy`."""
         config = head.choices.get(m_bucket(len(x)))
-        return self.greedy(x, head.own) if config is None else best_candidate(x.contiguous(), head, config, self.pdl)
+        if config is None:
+            return self.greedy(x, head.own, None, logits)
+        return best_candidate(x.contiguous(), head, config, self.pdl, logits)
 
     def autotune(
         self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()

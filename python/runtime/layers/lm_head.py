@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from runtime.distributed.agreement import Agreement
+from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.linear import Linear
 from runtime.layers.ops import BlockOps
 
@@ -33,9 +34,28 @@ def greedy(
     """
     if not head.is_sharded:
         return ops.greedy(x, head, tokens, logits)
-    if logits is None:
-        logits = torch.empty((len(x), head.out_features), dtype=torch.float32, device=x.device)
-    ids, fused = ops.greedy(x, head, None, logits), head.group.fused
+    logits = _own_logits(x, head) if logits is None else logits
+    return _best_of_ranks(logits, ops.greedy(x, head, None, logits), head, tokens, agreement)
+
+
+def greedy_draft(ops: BlockOps, x: torch.Tensor, head: CandidateHead) -> torch.Tensor:
+    """The most likely token of each row among the candidates of all ranks, int64 [N]."""
+    if not head.own.is_sharded:
+        return ops.greedy_draft(x, head)
+    logits = _own_logits(x, head.own)
+    return _best_of_ranks(logits, ops.greedy_draft(x, head, logits), head.own)
+
+
+def _own_logits(x: torch.Tensor, head: Linear) -> torch.Tensor:
+    """float32 [N, own], for this rank's logits."""
+    return torch.empty((len(x), head.out_features), dtype=torch.float32, device=x.device)
+
+
+def _best_of_ranks(
+    logits: torch.Tensor, ids: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, agreement: Agreement | None = None
+) -> torch.Tensor:
+    """The token of the rank whose `logits` [N, own] have the largest entry at its `ids` [N]."""
+    fused = head.group.fused
     if fused is not None:
         return fused.largest(logits, ids, head.own_rows.start, tokens, None if agreement is None else agreement.hashed)
     chosen = largest_of_ranks(logits.gather(1, ids[:, None])[:, 0], ids + head.own_rows.start, head, agreement)

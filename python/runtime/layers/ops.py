@@ -240,8 +240,11 @@ class BlockOps(Protocol):
         """A draft's LM head with a copy in 8 bits, which `autotune` drops if it is never faster; None where it cannot be."""
         ...
 
-    def greedy_draft(self, x: torch.Tensor, head: CandidateHead) -> torch.Tensor:
-        """int64 [N]: the token of each row with the largest logit among some candidates, nearly always the argmax of `logits`."""
+    def greedy_draft(self, x: torch.Tensor, head: CandidateHead, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """int64 [N]: the token of each row with the largest logit among some candidates, nearly always the argmax of all.
+
+        `logits` float32 [N, vocab] receives at least the logits of these tokens if given.
+        """
         ...
 
     def autotune(

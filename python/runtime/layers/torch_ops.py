@@ -190,9 +190,9 @@ class TorchOps:
         """None: every token is scored with the head's own weights."""
         return None
 
-    def greedy_draft(self, x: torch.Tensor, head: CandidateHead) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head.own)`, int64 [N]."""
-        return self.greedy(x, head.own)
+    def greedy_draft(self, x: torch.Tensor, head: CandidateHead, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """The argmax of each row of `logits(x, head.own)`, int64 [N]; the logits are written if given."""
+        return self.greedy(x, head.own, None, logits)
 
     def autotune(
         self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()

@@ -26,7 +26,9 @@ are normally distributed, the 16th of 128,000 tokens lies 80 % of one below the 
 REPLAYS = 5
 
 
-def best_candidate(x: torch.Tensor, head: CandidateHead, config: TritonConfig, pdl: bool) -> torch.Tensor:
+def best_candidate(
+    x: torch.Tensor, head: CandidateHead, config: TritonConfig, pdl: bool, logits: torch.Tensor | None = None
+) -> torch.Tensor:
     """int64 [M]: the token of each row with the largest score among `CANDIDATES`.
 
     Args:
@@ -34,13 +36,15 @@ def best_candidate(x: torch.Tensor, head: CandidateHead, config: TritonConfig, p
         head: a head that has its copy.
         config: the tiling of the GEMM in e4m3.
         pdl: as in `triton_gemm`.
+        logits: float32 [M, V] contiguous; receives the logits of all candidates if given.
     """
     own, narrow = head.own.weight, head.narrow
     assert narrow is not None, "the head has lost its copy"
     rows, _ = quantize_rows(x, pdl=pdl)
     tiles = torch.empty((2, len(x), config.parts(len(own))), dtype=torch.int32, device=x.device)
     triton_gemm(rows, narrow, None, config, Epilogue(argmax=tiles), pdl=pdl)
-    return best_of_tiles(tiles, x, own, head.stride, CANDIDATES, torch.empty(len(x), dtype=torch.int64, device=x.device), pdl)
+    out = torch.empty(len(x), dtype=torch.int64, device=x.device)
+    return best_of_tiles(tiles, x, own, head.stride, CANDIDATES, out, pdl, logits)
 
 
 def candidate_runs(

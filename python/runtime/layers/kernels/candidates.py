@@ -22,7 +22,14 @@ SLICE = 4096
 
 
 def best_of_tiles(
-    partial: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stride: int, count: int, out: torch.Tensor, pdl: bool
+    partial: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: int,
+    count: int,
+    out: torch.Tensor,
+    pdl: bool,
+    logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """For each row the token with the largest `x @ weight.T` among up to `count` candidates, the lowest of equal ones: int64 [M] in `out`.
 
@@ -34,6 +41,7 @@ def best_of_tiles(
         stride: column i is token `i * stride % V`.
         x, weight: bfloat16 [M, K] and [V, K], contiguous.
         pdl: as in `triton_gemm`.
+        logits: float32 [M, V] contiguous; receives the exact scores of the candidates, and nothing else.
     """
     (_, M, tiles), (V, K) = partial.shape, weight.shape
     groups = triton.cdiv(tiles, TILES)
@@ -42,11 +50,12 @@ def best_of_tiles(
     assert partial.is_contiguous(), "expected contiguous tiles"
     assert x.is_contiguous(), "expected contiguous rows"
     assert weight.is_contiguous(), "expected contiguous weights"
+    assert logits is None or logits.is_contiguous(), "expected contiguous logits"
     found = torch.empty((2, M, entries), dtype=torch.int32, device=x.device)
     _search_kernel[(groups, M)](partial, found, tiles, TILES=TILES, PDL=pdl, num_warps=1, **launch_options(pdl))
     exact = torch.empty((2, M, count), dtype=torch.int32, device=x.device)
     _score_kernel[(count, M)](
-        found, x, weight, exact, V, stride, entries, K=K, ENTRIES=triton.next_power_of_2(entries),
+        found, x, weight, exact, logits, V, stride, entries, K=K, ENTRIES=triton.next_power_of_2(entries),
         SLICE=min(triton.next_power_of_2(K), SLICE), PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return argmax_chunks(exact, out, pdl)
@@ -72,7 +81,7 @@ def _search_kernel(partial_ptr, found_ptr, tiles, TILES: tl.constexpr, PDL: tl.c
 
 @triton.jit
 def _score_kernel(
-    found_ptr, x_ptr, weight_ptr, exact_ptr, V, stride, entries,
+    found_ptr, x_ptr, weight_ptr, exact_ptr, logits_ptr, V, stride, entries,
     K: tl.constexpr, ENTRIES: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the exact score of the candidate with one rank."""
@@ -90,6 +99,8 @@ def _score_kernel(
         k = start + tl.arange(0, SLICE)
         w = tl.load(weight_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
         total += w * tl.load(x_ptr + row.to(tl.int64) * K + k, mask=k < K, other=0.0).to(tl.float32)
-    slot = exact_ptr + row * count + rank
-    tl.store(slot, order_key(tl.sum(total, 0)))
+    score, slot = tl.sum(total, 0), exact_ptr + row * count + rank
+    tl.store(slot, order_key(score))
     tl.store(slot + rows * count, token.to(tl.int32))
+    if logits_ptr is not None:
+        tl.store(logits_ptr + row.to(tl.int64) * V + token, score)

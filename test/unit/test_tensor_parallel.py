@@ -109,6 +109,32 @@ def test_two_ranks_generate_the_text_of_one(tmp_path: Path, name: str, sampling:
         assert not worker.parts.target.agreement.differs.item()
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash"])
+def test_greedy_drafts_come_from_the_head_with_candidates(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list[int]()
+
+    def greedy_draft(ops: TorchOps, x: torch.Tensor, head: CandidateHead, logits: torch.Tensor | None = None) -> torch.Tensor:
+        rows.append(len(x))
+        return ops.greedy(x, head.own, None, logits)
+
+    algorithm, shape = DRAFTS[name] or ("", {})
+    alone = builder(tmp_path, (algorithm, shape))()
+    assert next(iter(alone.parts.drafter.models())).runner.model.candidate_head is None
+    expected, driver = texts(alone)
+    monkeypatch.setattr(TorchOps, "candidate_head", lambda self, head: CandidateHead(head))
+    monkeypatch.setattr(TorchOps, "greedy_draft", greedy_draft)
+    build = builder(tmp_path, (algorithm, {**shape, "head_candidates": True}))
+    found, once = texts(build())
+    assert found == expected
+    assert once.mean_accept_len() == driver.mean_accept_len()
+    assert rows, "greedy drafts use it"
+    with ranks(2, build) as worker:
+        found, sharded = texts(worker)
+        assert found == expected
+        assert sharded.mean_accept_len() == driver.mean_accept_len()
+        assert not worker.parts.target.agreement.differs.item()
+
+
 @pytest.mark.parametrize("name", ["eagle", "eagle tree", "eagle3", "standalone", "dflash"])
 def test_drafts_that_each_rank_holds_whole_change_no_text(tmp_path: Path, name: str) -> None:
     algorithm, shape = DRAFTS[name] or ("", {})

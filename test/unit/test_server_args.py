@@ -879,6 +879,17 @@ def test_only_chains_on_a_gpu_look_for_candidates() -> None:
         assert resolved.head_candidates is wanted
 
 
+def test_disabling_candidates_where_there_are_none_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    tree = {"speculative_eagle_topk": 2, "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
+    for own, machine, why in (({}, HOPPER, []), (tree, HOPPER, ["draft trees score all tokens"]), ({}, CPU, ["a CPU scores all tokens"])):
+        caplog.clear()
+        resolved = resolve(args(**EAGLE, **own, disable_draft_head_candidates=True), machine, LLAMA, DRAFT).speculative
+        assert resolved is not None
+        assert not resolved.head_candidates
+        lines = [record.message for record in caplog.records if "--disable-draft-head-candidates" in record.message]
+        assert lines == [f"--disable-draft-head-candidates: no effect because {reason}" for reason in why]
+
+
 @pytest.mark.parametrize("flag", ["--disable-cuda-graph", "--disable-draft-extend-cuda-graph", "--disable-draft-decode-cuda-graph"])
 def test_graph_flags_on_a_cpu_log_a_warning(flag: str, caplog: pytest.LogCaptureFixture) -> None:
     asked = args(**EAGLE, **{flag[2:].replace("-", "_"): True})

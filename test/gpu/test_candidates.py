@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from runtime.config.device_tuning import H200
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.layers.candidate_head import CandidateHead, stride_of, takes_candidates
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.linear import Linear
@@ -35,7 +38,7 @@ def rank_candidates(partial: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("shape", "tile"), [((128256, 4096), 128), ((40000, 2880), 64), ((33000, 576), 128)])
+@pytest.mark.parametrize(("shape", "tile"), [((128256, 4096), 128), ((40000, 2880), 64), ((33000, 576), 128), ((9000, 5136), 64)])
 def test_the_best_candidate_has_the_largest_exact_score(shape: tuple[int, int], tile: int, rows: int) -> None:
     from runtime.layers.kernels.candidates import best_of_tiles
 
@@ -76,15 +79,43 @@ def test_a_head_of_few_tiles_has_fewer_candidates() -> None:
     assert found.tolist() == exact.argmax(1).tolist()
 
 
-def test_columns_are_tokens_at_multiples_of_the_stride() -> None:
+@pytest.mark.parametrize(("V", "K"), [(5000, 256), (262144, 32)])
+def test_columns_are_tokens_at_multiples_of_the_stride(V: int, K: int) -> None:
     from runtime.layers.kernels.candidates import best_of_tiles
 
-    V, stride = 5000, stride_of(5000)
-    weight, x = torch.randn((V, 256), device="cuda").to(BF16), torch.randn((3, 256), device="cuda").to(BF16)
+    torch.manual_seed(V)
+    stride = stride_of(V)
+    weight, x = torch.randn((V, K), device="cuda").to(BF16), torch.randn((3, K), device="cuda").to(BF16)
     exact = x.float() @ weight.float().T
     columns = exact[:, torch.arange(V, device="cuda") * stride % V]
     found = best_of_tiles(tile_bests(columns, 64), x, weight, stride, 16, torch.empty(3, dtype=torch.int64, device="cuda"), False)
     assert found.tolist() == exact.argmax(1).tolist()
+
+
+def test_negative_scores_are_larger_than_missing_tiles() -> None:
+    """33 tiles are two groups, of which neither is full."""
+    from runtime.layers.kernels.candidates import best_of_tiles
+
+    torch.manual_seed(0)
+    weight, x = -torch.rand((33 * 64, 256), device="cuda").to(BF16), torch.rand((3, 256), device="cuda").to(BF16)
+    exact = x.float() @ weight.float().T
+    found = best_of_tiles(tile_bests(exact, 64), x, weight, 1, 2, torch.empty(3, dtype=torch.int64, device="cuda"), False)
+    assert found.tolist() == exact.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_without_numbers_gets_a_token_and_changes_no_other(value: float) -> None:
+    from runtime.layers.kernels.candidates import best_of_tiles
+
+    torch.manual_seed(0)
+    weight, x = torch.randn((5000, 256), device="cuda").to(BF16), torch.randn((3, 256), device="cuda").to(BF16)
+    tiles = tile_bests(x.float() @ weight.float().T, 64)
+    want = best_of_tiles(tiles, x, weight, 1, 16, torch.empty(3, dtype=torch.int64, device="cuda"), False)
+    x[1, 7] = value
+    tiles[:, 1] = torch.stack([torch.full_like(tiles[0, 1], 0x7FFFFFFF), 64 * torch.arange(tiles.shape[2], device="cuda").int()])
+    found = best_of_tiles(tiles, x, weight, 1, 16, torch.full((3,), -1, dtype=torch.int64, device="cuda"), False)
+    assert found[[0, 2]].tolist() == want[[0, 2]].tolist()
+    assert 0 <= int(found[1]) < 5000
 
 
 def wide_head(vocab: int = 64000, hidden: int = 2048) -> Linear:
@@ -135,3 +166,39 @@ def test_a_faster_search_is_kept() -> None:
     choose_candidates(head, [1, 4], GemmTimings(H200), lambda x, own: slow.fill_(1), pdl=True)
     assert set(head.choices) == {1, 4}
     assert head.num_bytes == 64000 * 2048
+
+
+def test_every_kernel_has_run_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing captures a graph, in which nothing can be compiled safely."""
+    from runtime.layers.gemm import candidate_gemm
+
+    head, ran = CandidateHead(wide_head(1000, 64)), list[str]()
+
+    def median(run: Callable[[], object], replays: int) -> float:
+        assert ran, "nothing ran"
+        ran.clear()
+        return 1.0
+
+    monkeypatch.setattr(candidate_gemm, "best_candidate", lambda *given: ran.append("candidates"))
+    monkeypatch.setattr(candidate_gemm, "median_micros", median)
+    candidate_gemm.choose_candidates(head, [1], GemmTimings(H200), lambda x, own: ran.append("all tokens"), pdl=False)
+
+
+def test_warmup_compiles_what_the_passes_of_a_head_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a head that is sharded over ranks also write logits; a head without its copy has no run."""
+    from runtime.layers.gemm import candidate_gemm
+
+    wrote = list[tuple[int, ...] | None]()
+    whole, shard = (CandidateHead(Linear.sharded(wide_head(1000, 64).weight, ParallelGroup(0, ranks))) for ranks in (1, 2))
+
+    def best_candidate(x: torch.Tensor, head: CandidateHead, config: object, pdl: bool, logits: torch.Tensor | None = None) -> None:
+        wrote.append(None if logits is None else tuple(logits.shape))
+
+    monkeypatch.setattr(candidate_gemm, "best_candidate", best_candidate)
+    for head, wanted in ((whole, {None}), (shard, {None, (4, 500)})):
+        wrote.clear()
+        for run in candidate_gemm.candidate_runs([head], [4], GemmTimings(H200), pdl=False):
+            run(0)
+        assert set(wrote) == wanted
+    whole.narrow = None
+    assert not list(candidate_gemm.candidate_runs([whole], [4], GemmTimings(H200), pdl=False))

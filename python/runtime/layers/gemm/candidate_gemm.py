@@ -21,15 +21,15 @@ from runtime.layers.kernels.graph_timer import median_micros
 from runtime.layers.linear import Linear
 
 CANDIDATES = 16
-"""Tokens that the 16-bit weights score. Rounding weights and rows to e4m3 changes scores by 4 to 6 % of their standard deviation; if these
-are normally distributed, the 16th of 128,000 tokens lies 80 % of one below the best."""
+"""Maximum number of tokens that the 16-bit weights score; heads of few tiles have fewer. Rounding weights and rows to e4m3 changes scores
+by 4 to 6 % of their standard deviation; if these are normally distributed, the 16th of 128,000 tokens lies 80 % of one below the best."""
 REPLAYS = 5
 
 
 def best_candidate(
     x: torch.Tensor, head: CandidateHead, config: TritonConfig, pdl: bool, logits: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """int64 [M]: the token of each row with the largest score among `CANDIDATES`.
+    """int64 [M]: the token of each row with the largest score among up to `CANDIDATES`.
 
     Args:
         x: bfloat16 [M, K] contiguous, M <= 128.
@@ -50,16 +50,23 @@ def best_candidate(
 def candidate_runs(
     heads: Iterable[CandidateHead], buckets: Sequence[int], timings: GemmTimings, pdl: bool
 ) -> Iterator[Callable[[int], object]]:
-    """Runs that compile every kernel which `choose_candidates` times."""
+    """Runs that compile every kernel of the tilings which `choose_candidates` times; of heads that have their copy."""
     for head in heads:
-        for rows in buckets:
+        for rows in buckets if head.narrow is not None else ():
             known = timings.known(torch.float8_e4m3fn, _key(head, rows))
             configs = timings.tuning.candidate_configs(rows) if known is None else [known.choice]
             x = torch.zeros((rows, head.own.in_features), dtype=torch.bfloat16, device=head.own.weight.device)
             for config in configs:
                 if isinstance(config, TritonConfig):
-                    run = partial(best_candidate, x, head, config, pdl)
-                    yield lambda _, run=run: run()
+                    yield partial(_compile, x, head, config, pdl)
+
+
+def _compile(x: torch.Tensor, head: CandidateHead, config: TritonConfig, pdl: bool, call: int) -> None:
+    """Run the kernels; for a head that is sharded over ranks also those that write logits, which its passes use."""
+    best_candidate(x, head, config, pdl)
+    if head.own.is_sharded:
+        logits = torch.empty((len(x), head.own.out_features), dtype=torch.float32, device=x.device)
+        best_candidate(x, head, config, pdl, logits)
 
 
 def choose_candidates(
@@ -91,6 +98,7 @@ def _key(head: CandidateHead, rows: int) -> GemmKey:
 def _timed(head: CandidateHead, rows: int, timings: GemmTimings, greedy: Callable[[torch.Tensor, Linear], object], pdl: bool) -> Timed:
     """Microseconds of `greedy`, whose choice is None, and of each tiling that the GPU can run."""
     x = torch.randn((rows, head.own.in_features), device=head.own.weight.device).to(head.own.weight.dtype)
+    greedy(x, head.own)  # a head of the draft's own is not among the GEMMs that autotune has compiled
     micros: dict[GemmChoice, float] = {None: median_micros(lambda: greedy(x, head.own), REPLAYS)}
     for config in timings.tuning.candidate_configs(rows):
         run = partial(best_candidate, x, head, config, pdl)

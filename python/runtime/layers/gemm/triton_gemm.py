@@ -50,10 +50,10 @@ def triton_gemm(
     """`out = epilogue(x @ weight.T)`; returns `out`.
 
     Args:
-        x: [M, K] contiguous, M <= 128, K a multiple of 16, bfloat16 or float16, or e4m3 with unscaled e4m3 weights.
-        weight: [N, K] contiguous, the dtype of x, or e4m3, which is converted in registers.
+        x: [M, K] contiguous, M <= 128, K a multiple of 16, bfloat16, float16, or e4m3 if the weight is e4m3 without scales.
+        weight: [N, K] contiguous, the dtype of x, or e4m3 with scales, which is converted in registers.
         out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None if only the argmax is needed.
-        config: the tiling; with `swap` and without `tma` for e4m3.
+        config: the tiling; with `swap` and without `tma` for a weight with scales.
         epilogue: operations on the sums; a deferred norm has `config.parts(N)` sums of squares per row, an argmax that many tiles.
         weight_scale: float32, for e4m3: [N], one per row, or one per block, as in `scale_layout`.
         pdl: start before the previous kernel has ended, prefetch weights, then wait (programmatic dependent launch, Hopper).

@@ -30,7 +30,7 @@ def tile_bests(scores: torch.Tensor, tile: int) -> torch.Tensor:
 def rank_candidates(partial: torch.Tensor, count: int) -> torch.Tensor:
     """The slow twin of the search: the tokens of the best tiles, of which each group has two."""
     keys, tokens = (t.long() for t in partial)
-    groups = -(-keys.shape[1] // 32)
+    groups = max(-(-keys.shape[1] // 32), -(-count // 2))
     group = torch.arange(keys.shape[1], device=keys.device) % groups
     best = [torch.topk(keys.masked_fill(group != g, -(1 << 40)), 2).indices for g in range(groups)]
     found = torch.cat(best, 1)
@@ -77,6 +77,18 @@ def test_a_head_of_few_tiles_has_fewer_candidates() -> None:
     exact = x.float() @ weight.float().T
     found = best_of_tiles(tile_bests(exact, 128), x, weight, 1, 16, torch.empty(3, dtype=torch.int64, device="cuda"), False)
     assert found.tolist() == exact.argmax(1).tolist()
+
+
+@pytest.mark.parametrize(("V", "found"), [(64, 1), (64 * 5, 5), (64 * 8, 8), (64 * 33, 16), (64 * 300, 16)])
+def test_every_head_of_enough_tiles_has_as_many_candidates_as_asked_for(V: int, found: int) -> None:
+    from runtime.layers.kernels.candidates import best_of_tiles
+
+    torch.manual_seed(V)
+    weight, x = torch.randn((V, 256), device="cuda").to(BF16), torch.randn((3, 256), device="cuda").to(BF16)
+    exact, logits = x.float() @ weight.float().T, torch.full((3, V), float("nan"), device="cuda")
+    token = best_of_tiles(tile_bests(exact, 64), x, weight, 1, 16, torch.empty(3, dtype=torch.int64, device="cuda"), False, logits)
+    assert token.tolist() == exact.argmax(1).tolist()
+    assert logits.isfinite().sum(1).tolist() == [found] * 3
 
 
 @pytest.mark.parametrize(("V", "K"), [(5000, 256), (262144, 32)])

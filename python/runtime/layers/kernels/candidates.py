@@ -14,7 +14,7 @@ from runtime.layers.kernels.argmax_reduce import LEAST_KEY, NO_COLUMN, order_key
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 
 TILES = 32
-"""Tiles of a group."""
+"""Maximum tiles of a group."""
 BEST = tl.constexpr(2)
 """Candidates of a group."""
 SLICE = 4096
@@ -33,8 +33,8 @@ def best_of_tiles(
 ) -> torch.Tensor:
     """For each row the token with the largest `x @ weight.T` among up to `count` candidates, the lowest of equal ones: int64 [M] in `out`.
 
-    Candidates are the tokens with the largest approximate scores, except that each tile has only one, and each group of 32 tiles two (twice
-    the same if it has one tile).
+    Candidates are the tokens with the largest approximate scores, except that each tile has only one, and each group of up to 32 tiles two
+    (twice the same if it has one tile). There are groups for `count` candidates, unless there are fewer tiles.
 
     Args:
         partial: int32 [2, M, tiles] contiguous: the key of each tile's largest approximate score and its column, by `tile_argmax`.
@@ -44,7 +44,7 @@ def best_of_tiles(
         logits: float32 [M, V] contiguous; receives the exact scores of the candidates, and nothing else.
     """
     (_, M, tiles), (V, K) = partial.shape, weight.shape
-    groups = triton.cdiv(tiles, TILES)
+    groups = max(triton.cdiv(tiles, TILES), min(triton.cdiv(count, BEST.value), tiles))
     entries = groups * BEST.value
     count = min(count, entries)
     assert partial.is_contiguous(), "expected contiguous tiles"

@@ -45,4 +45,4 @@ def test_rows_are_not_padded_if_no_number_is_stable(monkeypatch: pytest.MonkeyPa
         return torch.full((len(x), len(weight)), float(len(x)))
 
     monkeypatch.setattr(stable_rows.F, "linear", by_rows)
-    assert stable_rows.min_rows.__wrapped__(32, 16) == 1
+    assert stable_rows.row_counts.__wrapped__(32, 16) == stable_rows.RowCounts(1)

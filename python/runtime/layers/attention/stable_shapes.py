@@ -15,8 +15,11 @@ ROW_BLOCK, KEY_BLOCK = 32, 512
 KEY_VECTOR = 16
 """Keys beyond a multiple of this are computed with another exponential function."""
 KEY_COUNTS = range(KEY_VECTOR, KEY_BLOCK + 1, KEY_VECTOR)
+PAIRS_OF_VECTORS = range(2 * KEY_VECTOR, KEY_BLOCK + 1, 2 * KEY_VECTOR)
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 """Numbers of queries to test."""
+PROMPT_REPEATS = 4
+"""Copies of a block of queries that make a prompt: with AMX the kernel runs other GEMMs from about 64 queries on."""
 TRIED_COLUMNS = 512
 """Columns of all heads of a trial in 16 bits."""
 
@@ -27,7 +30,8 @@ class StableShapes:
 
     The kernel runs one GEMM per block of queries and keys. The order in which a GEMM sums depends on its shape and on the processor. Of two
     processors with AVX-512, one sums all GEMMs of at least three rows alike, the other those of at least four. A GEMM over n keys equals
-    one over 512 keys with the rest masked if n is at most 256 on the first, and at most 192 or at least 384 on the second.
+    one over 512 keys with the rest masked if n is at most 256 on the first, and at most 192 or at least 384 on the second. With AMX, GEMMs of
+    prompts in bfloat16 sum an odd number of vectors of keys in another order than GEMMs of few queries.
 
     Attributes:
         min_rows: minimum number of queries in a block.
@@ -62,9 +66,11 @@ class HeadKind:
 def find_stable_shapes(kinds: frozenset[HeadKind]) -> StableShapes:
     """Try all shapes on this CPU against whole blocks, for all `kinds` of heads; takes about 0.1 s for each, 0.3 s in 16 bits."""
     trials = [_Trial(kind) for kind in kinds]
-    wrong = [keys for keys in KEY_COUNTS if not all(trial.same(ROW_BLOCK, keys) for trial in trials)]
+    wrong = [keys for keys in KEY_COUNTS if not all(trial.same(ROW_BLOCK, keys) and trial.same_in_prompt(keys) for trial in trials)]
     # In 16 bits a trial may show no difference by chance: numbers between two wrong ones count as wrong.
     stable = [keys for keys in KEY_COUNTS if not wrong or keys < wrong[0] or keys > wrong[-1]]
+    if wrong and not set(wrong) & set(PAIRS_OF_VECTORS):
+        stable = list(PAIRS_OF_VECTORS)
 
     def same(rows: int) -> bool:
         return all(trial.same(rows, keys) for trial in trials for keys in stable)
@@ -91,11 +97,17 @@ class _Trial:
         count = ROW_BLOCK // rows * rows
         return all(torch.equal(self._attend(rows, keys, seen), self._whole[seen][:, :count]) for seen in (keys, keys - 1))
 
+    def same_in_prompt(self, keys: int) -> bool:
+        """Whether the queries of a prompt over `keys` keys give the same bits as in whole blocks."""
+        wholes = {seen: self._whole[seen].repeat(1, PROMPT_REPEATS, 1) for seen in (keys, keys - 1)}
+        return all(torch.equal(self._attend(PROMPT_REPEATS * ROW_BLOCK, keys, seen), whole) for seen, whole in wholes.items())
+
     def _attend(self, rows: int, keys: int, seen: int) -> torch.Tensor:
-        """[heads, queries, value_dim], from `rows` queries at a time."""
+        """[heads, queries, value_dim], from `rows` queries at a time; the queries are repeated if there are fewer."""
         mask = torch.zeros(1, 1, rows, keys, dtype=self._q.dtype)
         mask[..., seen:] = torch.finfo(mask.dtype).min / 2
-        q = self._q[:, : ROW_BLOCK // rows * rows].unflatten(1, (-1, rows)).transpose(0, 1)
+        q = self._q.repeat(1, max(1, rows // ROW_BLOCK), 1)
+        q = q[:, : q.shape[1] // rows * rows].unflatten(1, (-1, rows)).transpose(0, 1)
         k, v = (part[:, :keys].expand(len(q), -1, -1, -1) for part in (self._k, self._v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).flatten(1, 2)
 

@@ -103,9 +103,12 @@ class TorchNativeAttention(AttentionBackend):
     def _pages(self, rows: torch.Tensor, written: int) -> tuple[torch.Tensor | slice, int]:
         """The pages to read for each row, of which positions 0..written-1 are valid, and the number of positions to read."""
         size = self._table.page_size
-        num_keys = min(self._shapes.key_count(written), self._table.max_pages * size)
+        num_keys = self._shapes.key_count(written)
         count, used = -(-num_keys // size), -(-written // size)
-        pages = self._table.pages[:, :count].index_select(0, rows).reshape(-1).to(torch.int64)
+        pages = self._table.pages[:, :count].index_select(0, rows)
+        if count > self._table.max_pages:
+            pages = F.pad(pages, (0, count - self._table.max_pages))
+        pages = pages.reshape(-1).to(torch.int64)
         if len(rows) == 1 and pages.device.type == "cpu":
             first = int(pages[0])
             in_pool = first + count <= len(self._pool.k[0])

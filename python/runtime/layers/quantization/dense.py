@@ -26,7 +26,7 @@ class Dense(QuantScheme):
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """`F.linear`; in bfloat16 on a CPU with the same bits for a row of any pass, if a trial finds a way."""
-        return linear(x, storage.weight, bias)
+        return linear(x, storage.weight, bias, in_prompt)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """The weight."""

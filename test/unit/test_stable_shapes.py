@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from runtime.layers.attention import stable_shapes
 from runtime.layers.attention.stable_shapes import HeadKind, StableShapes, any_shapes, find_stable_shapes
 
 HALVES = StableShapes(4, (0, *(16 * n if n <= 12 else max(384, 16 * n) for n in range(1, 33))))
@@ -34,3 +35,15 @@ def test_shapes_found_for_two_kinds_of_heads_hold_for_each() -> None:
         one = find_stable_shapes(frozenset({kind}))
         assert both.min_rows >= one.min_rows
         assert set(both.last_keys) <= set(one.last_keys)
+
+
+def test_keys_fill_pairs_of_vectors_if_prompts_sum_others_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with AMX."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
+        return torch.full(q.shape, float(q.shape[2] >= 64 and k.shape[2] % 32 > 0))
+
+    monkeypatch.setattr(stable_shapes.F, "scaled_dot_product_attention", attend)
+    shapes = find_stable_shapes.__wrapped__(frozenset({HeadKind(64, 64, torch.bfloat16)}))
+    assert [shapes.key_count(keys) for keys in (1, 32, 33, 512, 513, 600)] == [32, 32, 64, 512, 544, 608]
+    assert shapes.min_rows == 1

@@ -305,6 +305,20 @@ def test_a_long_request_pads_no_short_one(widths: list[int], monkeypatch: pytest
     assert len(keys) == 1, "lengths that differ little are one call"
 
 
+def test_keys_may_be_padded_beyond_the_page_table() -> None:
+    world = World.make(np.random.default_rng(6), 4)
+    short = PageTable(6, 24, 4, CPU)
+    short.pages[:] = world.table.pages[:, :6]
+    backend = TorchNativeAttention(AttentionShape(world.layers, 8, 8, 24, tuning=H200), world.pool, short)
+    batch = make_batch(ForwardMode.TARGET_VERIFY, [1, 2], [22, 24], [2, 2], world.table)
+    q = torch.randn(4, H, HEAD)
+    outs = []
+    for each in (world.backend, backend):
+        plan_pass(each, batch)
+        outs.append(each.forward(q, world.layers[0], batch))
+    assert torch.equal(*outs)
+
+
 KINDS = {
     "grouped": per_head(3),
     "one query head per KV head": per_head(9),

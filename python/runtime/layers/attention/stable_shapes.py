@@ -30,8 +30,8 @@ class StableShapes:
 
     The kernel runs one GEMM per block of queries and keys. The order in which a GEMM sums depends on its shape and on the processor. Of two
     processors with AVX-512, one sums all GEMMs of at least three rows alike, the other those of at least four. A GEMM over n keys equals
-    one over 512 keys with the rest masked if n is at most 256 on the first, and at most 192 or at least 384 on the second. With AMX, GEMMs of
-    prompts in bfloat16 sum an odd number of vectors of keys in another order than GEMMs of few queries.
+    one over 512 keys with the rest masked if n is at most 256 on the first, and at most 192 or at least 384 on the second. With AMX, torch
+    runs other GEMMs in bfloat16 from about 64 queries on, which differ from those for fewer queries unless n is a multiple of 32.
 
     Attributes:
         min_rows: minimum number of queries in a block.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
-from runtime.layers.quantization.stable_rows import in_blocks, prompt_rows
+from runtime.layers.quantization.stable_rows import in_blocks
 
 QUANTIZED_AT_ONCE = 2**18
 """Weights quantised at a time: the float32 values of a whole matrix would not stay in the caches, which we measured to be 5 times
@@ -71,7 +73,14 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_pro
 
 def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` for bfloat16 `x` [T, in], by GEMMs of one size, because a CPU sums a row differently in GEMMs of different sizes."""
-    return in_blocks(x, weight, None, prompt_rows(), prompt_rows())
+    return in_blocks(x, weight, None, (block_rows(),))
+
+
+@functools.cache
+def block_rows() -> int:
+    """Rows of the GEMMs into which a prompt is split: more if AMX makes padding rows nearly free."""
+    cpu = Path("/proc/cpuinfo")
+    return 128 if cpu.is_file() and "amx_bf16" in cpu.read_text() else 32
 
 
 def quantize_rows(rows: torch.Tensor) -> Storage:

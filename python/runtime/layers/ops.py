@@ -49,7 +49,7 @@ class Stream:
         norm: the norm that reads `h` next, if it is deferred or computed.
         deferred: data that the operation which wrote `h` stored for `norm`; only operations read it.
         normed: `norm(h)` [T, hidden] in the model's dtype, if the operation that wrote `h` computed it.
-        in_prompt: whether the rows belong to a prompt pass: int8 and int4 on a CPU then compute a row identically in every pass.
+        in_prompt: whether the rows belong to a prompt pass, in which weights in int8, int4 and bfloat16 may have other GEMMs on a CPU.
     """
 
     h: torch.Tensor

@@ -15,7 +15,7 @@ ROW_BLOCK, KEY_BLOCK = 32, 512
 KEY_VECTOR = 16
 """Keys beyond a multiple of this are computed with another exponential function."""
 KEY_COUNTS = range(KEY_VECTOR, KEY_BLOCK + 1, KEY_VECTOR)
-PAIRS_OF_VECTORS = range(2 * KEY_VECTOR, KEY_BLOCK + 1, 2 * KEY_VECTOR)
+PAIR_COUNTS = KEY_COUNTS[1::2]
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 """Numbers of queries to test."""
 PROMPT_REPEATS = 4
@@ -69,8 +69,8 @@ def find_stable_shapes(kinds: frozenset[HeadKind]) -> StableShapes:
     wrong = [keys for keys in KEY_COUNTS if not all(trial.same(ROW_BLOCK, keys) and trial.same_in_prompt(keys) for trial in trials)]
     # In 16 bits a trial may show no difference by chance: numbers between two wrong ones count as wrong.
     stable = [keys for keys in KEY_COUNTS if not wrong or keys < wrong[0] or keys > wrong[-1]]
-    if wrong and not set(wrong) & set(PAIRS_OF_VECTORS):
-        stable = list(PAIRS_OF_VECTORS)
+    if wrong and not set(wrong) & set(PAIR_COUNTS):
+        stable = [*PAIR_COUNTS]  # odd numbers of vectors are wrong
 
     def same(rows: int) -> bool:
         return all(trial.same(rows, keys) for trial in trials for keys in stable)

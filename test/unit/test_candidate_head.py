@@ -37,7 +37,7 @@ def test_scores_of_the_copy_select_the_best_token() -> None:
     weight, x = head_of(V), torch.randn((500, 256)).to(torch.bfloat16)
     head = CandidateHead(Linear.dense(weight))
     assert head.narrow is not None
-    assert head.num_bytes == V * 256
+    assert head.narrow.nbytes == V * 256
     scores = x.float() @ head.narrow.float().T
     tiles = torch.nn.functional.pad(scores, (0, -V % TILE), value=float("-inf")).unflatten(1, (-1, TILE))
     largest, at = tiles.max(2)

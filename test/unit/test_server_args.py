@@ -662,7 +662,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
         {"speculative_draft_attention_backend": "flashinfer"}, lambda c: (c.device.attention_backend, spec_of(c).attention_backend),
         ("fa3", "flashinfer"),
     ),
-    "disable_draft_head_candidates": ({"disable_draft_head_candidates": True}, lambda c: spec_of(c).head_candidates, False),
+    "disable_draft_head_candidates": ({"disable_draft_head_candidates": True}, lambda c: spec_of(c).draft_candidates, False),
     "disable_draft_extend_cuda_graph": (
         {"disable_draft_extend_cuda_graph": True}, lambda c: (spec_of(c).draft_decode_graph, spec_of(c).draft_extend_graph), (True, False)
     ),
@@ -876,7 +876,7 @@ def test_only_chains_on_a_gpu_look_for_candidates() -> None:
     for own, machine, wanted in (({}, HOPPER, True), (tree, HOPPER, False), ({}, CPU, False)):
         resolved = resolve(args(**EAGLE, **own), machine, LLAMA, DRAFT).speculative
         assert resolved is not None
-        assert resolved.head_candidates is wanted
+        assert resolved.draft_candidates is wanted
 
 
 def test_disabling_candidates_where_there_are_none_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -885,7 +885,7 @@ def test_disabling_candidates_where_there_are_none_logs_a_warning(caplog: pytest
         caplog.clear()
         resolved = resolve(args(**EAGLE, **own, disable_draft_head_candidates=True), machine, LLAMA, DRAFT).speculative
         assert resolved is not None
-        assert not resolved.head_candidates
+        assert not resolved.draft_candidates
         lines = [record.message for record in caplog.records if "--disable-draft-head-candidates" in record.message]
         assert lines == [f"--disable-draft-head-candidates: no effect because {reason}" for reason in why]
 

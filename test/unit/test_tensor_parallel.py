@@ -123,7 +123,7 @@ def test_greedy_drafts_come_from_the_head_with_candidates(tmp_path: Path, name: 
     expected, driver = texts(alone)
     monkeypatch.setattr(TorchOps, "candidate_head", lambda self, head: CandidateHead(head))
     monkeypatch.setattr(TorchOps, "greedy_draft", greedy_draft)
-    build = builder(tmp_path, (algorithm, {**shape, "head_candidates": True}))
+    build = builder(tmp_path, (algorithm, {**shape, "draft_candidates": True}))
     found, once = texts(build())
     assert found == expected
     assert once.mean_accept_len() == driver.mean_accept_len()

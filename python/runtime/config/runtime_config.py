@@ -165,7 +165,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     `synthetic_accept` is the conditional acceptance of each draft position; it replaces acceptance by the models, for benchmarks with dummy
     weights. Steps of more than `disable_by_batch_size` requests run without drafts. With `depths`, a controller chooses one of them for
     each iteration, and `num_steps` is the deepest; without them the depth is fixed. `draft_tp_size` is 1, the number of ranks that share
-    the target, or None: by the size of the draft's blocks. `tuning`: the tuning file that determined the shape. `head_candidates`: whether
+    the target, or None: by the size of the draft's blocks. `tuning`: the tuning file that determined the shape. `draft_candidates`: whether
     an 8-bit copy of the draft's LM head may select the tokens that greedy drafts are chosen from.
     """
 
@@ -187,7 +187,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_quantization: Literal["fp8"] | None = None
     depths: tuple[int, ...] = ()
     draft_tp_size: int | None = None
-    head_candidates: bool = False
+    draft_candidates: bool = False
     tuning: SpeculativeTuning | None = None
 
 

@@ -146,12 +146,12 @@ def resolve_speculative(
         check_parity=args.speculative_check_parity,
         draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         draft_tp_size=args.speculative_draft_tp_size,
-        head_candidates=_head_candidates(args, device.device, shape.topk),
+        draft_candidates=_draft_candidates(args, device.device, shape.topk),
         tuning=tuning,
     )
 
 
-def _head_candidates(args: ServerArgs, device: DeviceKind, topk: int) -> bool:
+def _draft_candidates(args: ServerArgs, device: DeviceKind, topk: int) -> bool:
     """Whether an 8-bit copy of the draft's LM head may select tokens: of greedy chains on a GPU."""
     unused = "a CPU scores all tokens" if device == "cpu" else "draft trees score all tokens" if topk > 1 else ""
     if unused and args.disable_draft_head_candidates:  # command lines are shared with GPUs, and runtime.tune also tries trees

@@ -37,11 +37,6 @@ class CandidateHead:
         self.narrow: torch.Tensor | None = _narrow(own.weight, self.stride)
         self.choices: dict[int, TritonConfig] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the copy."""
-        return 0 if self.narrow is None else self.narrow.nbytes
-
 
 def takes_candidates(head: Linear) -> bool:
     """Whether a head is in bfloat16 and, on each rank, too large to be read quickly; the same on all ranks."""

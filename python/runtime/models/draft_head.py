@@ -42,7 +42,6 @@ class DraftModel(Protocol):
         vocab_size: Vd, the number of ids that `logits` scores.
         to_target: int64 [Vd], the target's id of each draft id; None when they share one vocabulary.
         to_draft: int64 [V], the inverse, -1 for tokens without a draft id; None when they share one vocabulary.
-        candidate_head: the LM head with a copy in 8 bits for `greedy`; None if every token is scored in 16.
     """
 
     lookahead: int = 1
@@ -55,7 +54,6 @@ class DraftModel(Protocol):
     vocab_size: int
     to_target: torch.Tensor | None = None
     to_draft: torch.Tensor | None = None
-    candidate_head: CandidateHead | None = None
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Run the draft. For a head, `batch.hidden_states[t]` belongs to the position of the token before `batch.input_ids[t]`: it has
@@ -76,8 +74,8 @@ class DraftModel(Protocol):
         ...
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`, the first of equal entries; with a
-        `candidate_head` nearly always.
+        """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`, the first of equal entries; nearly always for
+        a head with candidates.
         """
         ...
 
@@ -121,7 +119,7 @@ class DraftHead:
         head_norm: the norm before the LM head; None if `forward` has applied it, or there is none.
         vocab_size, to_target, to_draft: as in `DraftModel`.
         has_map: whether its checkpoint must have `d2t`, because its vocabulary is a part of the target's.
-        candidate_head: as in `DraftModel`.
+        candidate_head: the LM head with a copy in 8 bits for `greedy`; None if every token is scored in 16.
     """
 
     layers: list[Block]

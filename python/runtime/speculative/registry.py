@@ -123,7 +123,7 @@ def _loaded(context: WorkerContext, draft: Draft) -> tuple[Draft, ModelRunner, S
         raise ConfigError(f"--speculative-eagle-topk is {spec.topk}; this draft has {draft.vocab_size} tokens. Use a smaller value.")
     own = None if spec.draft_model_path is None else (spec.draft_model_path, spec.draft_load_format)
     load_weights(context, draft, *(own or (served.model_path, served.load_format)))
-    if spec.head_candidates and isinstance(draft, DraftHead):
+    if spec.draft_candidates and isinstance(draft, DraftHead):
         draft.find_candidates()
     log.info("draft: %s, %s, %d of %d tokens", spec.algorithm, draft.config.architecture, draft.vocab_size, draft.config.vocab_size)
     decoder, tuning = cast(DecoderModel, draft), context.config.device.tuning

@@ -126,11 +126,12 @@ def open_standard_streams() -> None:
 def reset_signals() -> None:
     """Undo what the parent set: blocked signals would not stop the server, and ignored ends of children would look like exits.
 
-    SIGTERM gets a handler until the event loop has its own, because the kernel has no default action for process 1 of a container.
+    SIGTERM gets a handler until the event loop has its own, because the kernel has no default action for process 1 of a container. Signals
+    are unblocked after that: one may have arrived while it was blocked.
     """
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD))
 
 
 def allow_many_files() -> None:

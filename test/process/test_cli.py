@@ -134,6 +134,12 @@ def test_signals_that_the_parent_blocked_or_ignored_work(model: Path) -> None:
         assert psutil.wait_procs(children, timeout=60.0)[1] == []
 
 
+def test_a_signal_that_arrived_while_it_was_blocked_ends_the_start_with_its_exit_status() -> None:
+    pending = "exec env --block-signal=TERM bash -c 'kill $$; exec \"$@\"' bash"
+    command = ["bash", "-c", f"{pending} {shlex.join([sys.executable, '-m', 'runtime.launch_server', '--check'])}"]
+    assert subprocess.run(command, env=ENV, timeout=60).returncode == 128 + signal.SIGTERM
+
+
 @pytest.mark.skipif(subprocess.run(["unshare", "-rpf", "true"]).returncode != 0, reason="needs user namespaces")
 def test_process_1_of_a_container_ends_at_a_signal_before_it_serves(tmp_path: Path) -> None:
     os.mkfifo(config := tmp_path / "config.json")

@@ -156,25 +156,25 @@ def test_drafts_are_those_of_the_whole_head(rows: int, alike: bool) -> None:
         candidates.choices = dict.fromkeys((1, 4, 8, 16, 32, 64, 128), config)
         for _ in range(4):
             x = torch.randn((rows, 2048), device="cuda").to(BF16)
-            missed += int((ops.greedy_draft(x, candidates) != ops.greedy(x, head)).sum())
+            missed += int((ops.greedy_by_copy(x, candidates) != ops.greedy(x, head)).sum())
     assert missed <= rows * 8 // 250
 
 
 def test_a_head_that_is_never_faster_loses_its_copy() -> None:
-    from runtime.layers.gemm.candidate_gemm import choose_candidates
+    from runtime.layers.gemm.head_trial import choose_copy
 
     head = CandidateHead(wide_head())
-    report = choose_candidates(head, [1, 4], GemmTimings(H200), lambda x, own: x, pdl=True)
+    report = choose_copy(head, [1, 4], GemmTimings(H200), lambda x, own: x, pdl=True)
     assert head.narrow is None
     assert not head.choices
     assert all(line.startswith("all tokens (") for line in report.values())
 
 
 def test_a_faster_search_is_kept() -> None:
-    from runtime.layers.gemm.candidate_gemm import choose_candidates
+    from runtime.layers.gemm.head_trial import choose_copy
 
     head, slow = CandidateHead(wide_head()), torch.empty(1 << 28, device="cuda")
-    choose_candidates(head, [1, 4], GemmTimings(H200), lambda x, own: slow.fill_(1), pdl=True)
+    choose_copy(head, [1, 4], GemmTimings(H200), lambda x, own: slow.fill_(1), pdl=True)
     assert set(head.choices) == {1, 4}
     assert head.narrow is not None
     assert head.narrow.nbytes == 64000 * 2048
@@ -182,7 +182,7 @@ def test_a_faster_search_is_kept() -> None:
 
 def test_every_kernel_has_run_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing captures a graph, in which nothing can be compiled safely."""
-    from runtime.layers.gemm import candidate_gemm
+    from runtime.layers.gemm import head_trial
 
     head, ran = CandidateHead(wide_head(1000, 64)), list[str]()
 
@@ -191,26 +191,28 @@ def test_every_kernel_has_run_before_it_is_timed(monkeypatch: pytest.MonkeyPatch
         ran.clear()
         return 1.0
 
-    monkeypatch.setattr(candidate_gemm, "best_candidate", lambda *given: ran.append("candidates"))
-    monkeypatch.setattr(candidate_gemm, "median_micros", median)
-    candidate_gemm.choose_candidates(head, [1], GemmTimings(H200), lambda x, own: ran.append("all tokens"), pdl=False)
+    monkeypatch.setattr(head_trial, "best_token", lambda *given: ran.append("candidates"))
+    monkeypatch.setattr(head_trial, "median_micros", median)
+    head_trial.choose_copy(head, [1], GemmTimings(H200), lambda x, own: ran.append("all tokens"), pdl=False)
 
 
 def test_warmup_compiles_what_the_passes_of_a_head_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a head that is sharded over ranks also write logits; a head without its copy has no run."""
-    from runtime.layers.gemm import candidate_gemm
+    from runtime.layers.gemm import head_trial
 
     wrote = list[tuple[int, ...] | None]()
     whole, shard = (CandidateHead(Linear.sharded(wide_head(1000, 64).weight, ParallelGroup(0, ranks))) for ranks in (1, 2))
 
-    def best_candidate(x: torch.Tensor, head: CandidateHead, config: object, pdl: bool, logits: torch.Tensor | None = None) -> None:
+    def best_token(
+        x: torch.Tensor, head: CandidateHead, config: object, pdl: bool, tokens: None = None, logits: torch.Tensor | None = None
+    ) -> None:
         wrote.append(None if logits is None else tuple(logits.shape))
 
-    monkeypatch.setattr(candidate_gemm, "best_candidate", best_candidate)
+    monkeypatch.setattr(head_trial, "best_token", best_token)
     for head, wanted in ((whole, {None}), (shard, {None, (4, 500)})):
         wrote.clear()
-        for run in candidate_gemm.candidate_runs([head], [4], GemmTimings(H200), pdl=False):
+        for run in head_trial.copy_runs([head], [4], GemmTimings(H200), pdl=False):
             run(0)
         assert set(wrote) == wanted
     whole.narrow = None
-    assert not list(candidate_gemm.candidate_runs([whole], [4], GemmTimings(H200), pdl=False))
+    assert not list(head_trial.copy_runs([whole], [4], GemmTimings(H200), pdl=False))

@@ -14,10 +14,11 @@ from torch.multiprocessing.spawn import spawn
 from runtime.config.device_tuning import H200
 from runtime.distributed.rendezvous import Rendezvous
 from runtime.distributed.torch_group import TorchGroup
+from runtime.layers.bounded_head import BOUNDED_ROWS, BoundedHead
 from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.linear import Linear
-from runtime.layers.lm_head import greedy_draft
+from runtime.layers.lm_head import greedy_by_copy
 
 if TYPE_CHECKING:
     from runtime.layers.cuda_group import CudaGroup
@@ -64,9 +65,15 @@ def check_drafts(group: CudaGroup, device: torch.device) -> None:
         head.choices = dict.fromkeys((1, 16, 128), H200.candidate_configs(rows)[0])
         x = torch.randn((rows, 1024), generator=random, device=device).to(torch.bfloat16)
         group.fused = fused if own_exchange else None
-        drafts, wanted = greedy_draft(ops, x, head), (x.float() @ weight.float().T).argmax(1)
+        drafts, wanted = greedy_by_copy(ops, x, head), (x.float() @ weight.float().T).argmax(1)
         assert int((drafts != wanted).sum()) <= rows // 50
         assert len(set(map(tuple, group.gather(drafts.tolist())))) == 1, "all ranks draft the same"
+        bounded = BoundedHead(head.own)
+        if rows <= BOUNDED_ROWS:
+            bounded.choices = dict.fromkeys((1, 16), H200.candidate_configs(2 * rows)[0])
+            tokens = torch.empty(rows, dtype=torch.int64, device=device)
+            assert torch.equal(greedy_by_copy(ops, x, bounded, tokens), (x.double() @ weight.double().T).argmax(1))
+            assert len(set(map(tuple, group.gather(tokens.tolist())))) == 1, "all ranks find the same tokens"
     group.fused = fused
 
 

@@ -59,5 +59,5 @@ def test_a_cpu_scores_every_token() -> None:
     ops, head = TorchOps(), Linear.dense(head_of(1000))
     assert ops.candidate_head(head) is None
     x, logits = torch.randn((5, 256)).to(torch.bfloat16), torch.empty((5, 1000))
-    assert torch.equal(ops.greedy_draft(x, CandidateHead(head), logits), ops.greedy(x, head))
+    assert torch.equal(ops.greedy_by_copy(x, CandidateHead(head), None, logits), ops.greedy(x, head))
     assert torch.equal(logits, ops.logits(x, head))

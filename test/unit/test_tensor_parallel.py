@@ -15,14 +15,16 @@ from safetensors.torch import save_file
 
 from runtime.batch import EagerSample
 from runtime.config.device_tuning import H200
+from runtime.config.kernel_configs import TritonConfig
 from runtime.config.runtime_config import ParallelConfig, RuntimeConfig
 from runtime.distributed.agreement import Agreement
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.entrypoints.rank import check_same_model, check_same_weights, with_own_files
 from runtime.errors import ConfigError, RankFailed, RanksDiffer
+from runtime.layers.bounded_head import BoundedHead
 from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.linear import Linear
-from runtime.layers.lm_head import all_logits, greedy, greedy_draft
+from runtime.layers.lm_head import all_logits, greedy, greedy_by_copy
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import BuildOptions
@@ -72,13 +74,13 @@ def builder(
 
     def build(group: Any = ALONE, followers: Any = None) -> Any:
         options = {**RUNTIME, "tp_size": group.size, "quantization": quantization, **runtime}
+        replay: Any = "eager" if sizes else None
         if draft is None:
-            worker = build_worker(tiny_runtime(**options), model, group=group, followers=followers)
+            worker = build_worker(tiny_runtime(**options), model, options=BuildOptions(replay, sizes), group=group, followers=followers)
         else:
             algorithm, spec = draft
             folder = None if algorithm == "NGRAM" else draft_folder(tmp_path / f"{group.rank}", algorithm)
             config = tiny_runtime(tiny_speculative("", **{"algorithm": algorithm, "draft_model_path": folder, **spec}), **options)
-            replay: Any = "eager" if sizes else None
             worker = build_worker(config, model, make_drafter, BuildOptions(replay, sizes), group, followers)
         if quantization is None:
             calm(worker.parts.target.runner.model, 1.0)
@@ -109,20 +111,47 @@ def test_two_ranks_generate_the_text_of_one(tmp_path: Path, name: str, sampling:
         assert not worker.parts.target.agreement.differs.item()
 
 
+@pytest.mark.parametrize("name", ["plain", "eagle"])
+def test_greedy_tokens_by_bounds_are_those_of_all_ranks(tmp_path: Path, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list[int]()
+
+    def greedy_by_copy(
+        ops: TorchOps, x: torch.Tensor, head: BoundedHead, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        rows.append(len(x))
+        return ops.greedy(x, head.own, tokens, logits)
+
+    def bounded_head(ops: TorchOps, head: Linear) -> BoundedHead:
+        bounded = BoundedHead(head)
+        bounded.choices[1] = TritonConfig(128, 128, 4, 4)
+        return bounded
+
+    expected, _ = texts(builder(tmp_path, DRAFTS[name], sizes=[1, 2, 4])())
+    monkeypatch.setattr(TorchOps, "bounded_head", bounded_head)
+    monkeypatch.setattr(TorchOps, "greedy_by_copy", greedy_by_copy)
+    with ranks(2, builder(tmp_path, DRAFTS[name], sizes=[1, 2, 4], head_bounds=True)) as worker:
+        found, _ = texts(worker)
+        assert found == expected
+        assert rows
+        assert not worker.parts.target.agreement.differs.item()
+
+
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash"])
 def test_greedy_drafts_come_from_the_head_with_candidates(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list[int]()
 
-    def greedy_draft(ops: TorchOps, x: torch.Tensor, head: CandidateHead, logits: torch.Tensor | None = None) -> torch.Tensor:
+    def greedy_by_copy(
+        ops: TorchOps, x: torch.Tensor, head: CandidateHead, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows.append(len(x))
-        return ops.greedy(x, head.own, None, logits)
+        return ops.greedy(x, head.own, tokens, logits)
 
     algorithm, shape = DRAFTS[name] or ("", {})
     alone = builder(tmp_path, (algorithm, shape))()
     assert next(iter(alone.parts.drafter.models())).runner.model.candidate_head is None
     expected, driver = texts(alone)
     monkeypatch.setattr(TorchOps, "candidate_head", lambda self, head: CandidateHead(head))
-    monkeypatch.setattr(TorchOps, "greedy_draft", greedy_draft)
+    monkeypatch.setattr(TorchOps, "greedy_by_copy", greedy_by_copy)
     build = builder(tmp_path, (algorithm, {**shape, "draft_candidates": True}))
     found, once = texts(build())
     assert found == expected
@@ -394,7 +423,7 @@ def test_the_likeliest_of_equal_tokens_is_the_smallest_id(vocab: int) -> None:
     def rank(index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         group = ThreadGroup(index, 2, meeting)
         head = Linear.sharded(weight, group)
-        drafts = greedy_draft(ops, x, CandidateHead(head))
+        drafts = greedy_by_copy(ops, x, CandidateHead(head))
         return greedy(ops, x, head, agreement=Agreement(torch.device("cpu"), group)), all_logits(ops, x, head), drafts
 
     with ThreadPoolExecutor(2) as pool:

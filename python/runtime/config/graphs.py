@@ -18,13 +18,15 @@ DEFAULT_LARGEST = 256
 def resolve_graphs(args: ServerArgs, device: DeviceConfig) -> GraphConfig:
     """Choose the batch sizes to capture; none if the device or the attention backend cannot capture."""
     sizes = _sizes(args, device)
-    if args.enable_iteration_graph and device.device == "cuda" and not sizes:
-        raise ConfigError("--enable-iteration-graph has no effect: nothing is captured. Leave it out.")
+    for name in ("enable_iteration_graph", "enable_head_bounds"):
+        if getattr(args, name) and device.device == "cuda" and not sizes:
+            raise ConfigError(f"{flag_of(name)} has no effect: nothing is captured. Leave it out.")
     if args.enable_iteration_graph and args.disable_iteration_graph:
         raise ConfigError("--enable-iteration-graph and --disable-iteration-graph contradict each other. Give one of the two.")
     return GraphConfig(
         cuda_graph_bs=sizes,
         cuda_graph_padding=not args.disable_cuda_graph_padding,
+        head_bounds=args.enable_head_bounds,
         iteration_graph=False if args.disable_iteration_graph else args.enable_iteration_graph or None,
     )
 
@@ -54,7 +56,10 @@ def _no_graphs(args: ServerArgs, device: DeviceConfig) -> str:
     """Why nothing is captured; empty if graphs are captured."""
     if device.device == "cpu":
         # Command lines written for a GPU may have flags without effect on a CPU.
-        for name in ("disable_cuda_graph", "disable_draft_extend_cuda_graph", "disable_draft_decode_cuda_graph", "enable_iteration_graph"):
+        for name in (
+            *("disable_cuda_graph", "disable_draft_extend_cuda_graph"),
+            *("disable_draft_decode_cuda_graph", "enable_iteration_graph", "enable_head_bounds"),
+        ):
             if getattr(args, name):
                 log.warning("%s: no effect because there are no graphs on a CPU", flag_of(name))
         return "CUDA graphs need CUDA, and this server runs on a CPU"

@@ -110,12 +110,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The batch sizes to capture (if empty, all steps run eagerly), whether smaller batches are padded to them, and whether iteration
-    graphs are used if possible; None: if the model is small.
+    """The batch sizes to capture (if empty, all steps run eagerly), whether smaller batches are padded to them, whether bounds by a copy of
+    the LM head in int8 may find greedy tokens, and whether iteration graphs are used if possible; None: if the model is small.
     """
 
     cuda_graph_bs: tuple[int, ...]
     cuda_graph_padding: bool
+    head_bounds: bool = False
     iteration_graph: bool | None = False
 
 

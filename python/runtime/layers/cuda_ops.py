@@ -14,16 +14,17 @@ from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.flash_prompts import attend_prompts
 from runtime.layers.attention.kernels import absorbed_gemms
-from runtime.layers.candidate_head import CandidateHead, takes_candidates
+from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
+from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
-from runtime.layers.gemm.candidate_gemm import best_candidate, candidate_runs, choose_candidates
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.float32_gemms import has_float32_gemms
 from runtime.layers.gemm.fused_gemm import fused_gemm
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, input_dtype, takes_kernels
+from runtime.layers.gemm.head_trial import HeadCopies, best_token
 from runtime.layers.gemm.quantized_rows import quantized_gemm
 from runtime.layers.gemm.quantized_trial import WeightKind, choose_quantized, kind_of
 from runtime.layers.gemm.tilings import default_choice, m_bucket
@@ -32,7 +33,6 @@ from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.widen import widened_linear
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
-from runtime.layers.kernels.cuda_driver import on_hopper
 from runtime.layers.kernels.embed_rows import embed_rows
 from runtime.layers.kernels.join_rows import join_rows
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
@@ -77,8 +77,8 @@ class CudaOps:
         self.pdl = starts_early(torch.device("cuda", torch.cuda.current_device())) if pdl is None else pdl
         self.choices: dict[GemmKey, GemmChoice] = {}
         self._quantized: dict[WeightKind, tuple[bool, str]] = {}
-        self._heads: list[CandidateHead] = []
         self._timings = timings
+        self._copies = HeadCopies(timings, self.pdl)
         self._tuned_buckets: set[int] | None = None
         self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._float32_gemms = has_float32_gemms()
@@ -219,17 +219,20 @@ class CudaOps:
 
     def candidate_head(self, head: Linear) -> CandidateHead | None:
         """A draft's LM head with a copy in e4m3, on Hopper."""
-        if takes_candidates(head) and takes_kernels(head) and on_hopper(head.weight):
-            self._heads.append(CandidateHead(head))
-            return self._heads[-1]
-        return None
+        return self._copies.candidate_head(head)
 
-    def greedy_draft(self, x: torch.Tensor, head: CandidateHead, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """int64 [N]: for numbers of rows where that is faster, the best of the candidates by e4m3 weights; otherwise `greedy`."""
+    def bounded_head(self, head: Linear) -> BoundedHead | None:
+        """An LM head with a copy in int8, on Hopper; None for weights of which one is not finite."""
+        return self._copies.bounded_head(head)
+
+    def greedy_by_copy(
+        self, x: torch.Tensor, head: HeadWithCopy, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """int64 [N]: by the copy in 8 bits for numbers of rows where that is faster, otherwise `greedy`."""
         config = head.choices.get(m_bucket(len(x)))
         if config is None:
-            return self.greedy(x, head.own, None, logits)
-        return best_candidate(x.contiguous(), head, config, self.pdl, logits)
+            return self.greedy(x, head.own, tokens, logits)
+        return best_token(x.contiguous(), head, config, self.pdl, tokens, logits)
 
     def autotune(
         self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
@@ -247,10 +250,9 @@ class CudaOps:
         few = [bucket for bucket in sorted(decoding) if bucket <= MAX_ROWS]
         found = autotune_gemms(groups, self._trial, self._timings, self._num_sms, others)
         self.choices.update({key: timed.choice for key, timed in found.items()})
-        compile_all([*self._warmup_runs(gemms, groups), *candidate_runs(self._heads, few, self._timings, self.pdl)])
+        compile_all([*self._warmup_runs(gemms, groups), *self._copies.runs(few)])
         report = {str(group): str(found[group.key]) for group in groups}
-        for head in self._heads:
-            report |= choose_candidates(head, few, self._timings, self.greedy, self.pdl)
+        report |= self._copies.choose(few, self.greedy)
         torch.cuda.empty_cache()
         self._quantized |= choose_quantized((gemm.linear for gemm in gemms), self._timings)
         report |= {"prompts {} {}x{}".format(*kind): line for kind, (_, line) in self._quantized.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from runtime.distributed.agreement import Agreement
-from runtime.layers.candidate_head import CandidateHead
+from runtime.layers.bounded_head import HeadWithCopy
 from runtime.layers.linear import Linear
 from runtime.layers.ops import BlockOps
 
@@ -38,12 +38,14 @@ def greedy(
     return _best_of_ranks(logits, ops.greedy(x, head, None, logits), head, tokens, agreement)
 
 
-def greedy_draft(ops: BlockOps, x: torch.Tensor, head: CandidateHead) -> torch.Tensor:
-    """The most likely token of each row among the candidates of all ranks, int64 [N]."""
+def greedy_by_copy(
+    ops: BlockOps, x: torch.Tensor, head: HeadWithCopy, tokens: torch.Tensor | None = None, agreement: Agreement | None = None
+) -> torch.Tensor:
+    """`greedy` by a head's copy in 8 bits. With candidates, it is the best of those of all ranks, nearly always the most likely token."""
     if not head.own.is_sharded:
-        return ops.greedy_draft(x, head)
+        return ops.greedy_by_copy(x, head, tokens)
     logits = _own_logits(x, head.own)
-    return _best_of_ranks(logits, ops.greedy_draft(x, head, logits), head.own)
+    return _best_of_ranks(logits, ops.greedy_by_copy(x, head, None, logits), head.own, tokens, agreement)
 
 
 def _own_logits(x: torch.Tensor, head: Linear) -> torch.Tensor:

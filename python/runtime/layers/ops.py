@@ -24,6 +24,7 @@ import torch
 
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
 from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
@@ -240,8 +241,15 @@ class BlockOps(Protocol):
         """A draft's LM head with a copy in 8 bits, which `autotune` drops if it is never faster; None where it cannot be."""
         ...
 
-    def greedy_draft(self, x: torch.Tensor, head: CandidateHead, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """int64 [N]: the token of each row with the largest logit among some candidates, nearly always the argmax of all.
+    def bounded_head(self, head: Linear) -> BoundedHead | None:
+        """An LM head with a copy in int8 that proves its argmax, which `autotune` drops if it is never faster; None where it cannot be."""
+        ...
+
+    def greedy_by_copy(
+        self, x: torch.Tensor, head: HeadWithCopy, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """int64 [N], written to `tokens` if given: the argmax of each row of `logits(x, head.own)`, for a head with candidates nearly
+        always.
 
         `logits` float32 [N, vocab] receives at least the logits of these tokens if given.
         """

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from runtime.layers.absorption import absorb_by_bmm, project_by_bmm
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
 from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
@@ -190,9 +191,15 @@ class TorchOps:
         """None: every token is scored with the head's own weights."""
         return None
 
-    def greedy_draft(self, x: torch.Tensor, head: CandidateHead, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head.own)`, int64 [N]; the logits are written if given."""
-        return self.greedy(x, head.own, None, logits)
+    def bounded_head(self, head: Linear) -> BoundedHead | None:
+        """None: every token is scored with the head's own weights."""
+        return None
+
+    def greedy_by_copy(
+        self, x: torch.Tensor, head: HeadWithCopy, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The argmax of each row of `logits(x, head.own)`, int64 [N]; tokens and logits are written if given."""
+        return self.greedy(x, head.own, tokens, logits)
 
     def autotune(
         self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()

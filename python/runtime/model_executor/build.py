@@ -82,6 +82,8 @@ def build_worker(
     context = make_context(config, options, group)
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
+    if config.graphs.head_bounds:
+        model.find_bounds()
     drafter = make_drafter(context, model)
     depths = make_depths(context, drafter, options.with_plain)
     parts = make_parts(context, model, drafter, depths)
@@ -204,6 +206,9 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         warmup_runs += [partial(pool.move, slot, slot, 1) for pool in parts.kv_pools]
         prompts = prompt_rows(target.runner.prompt_sizes, context.extend_tokens)
         context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs, prompts)
+        if (bounded := model.bounded_head) is not None and not bounded.choices:
+            for runner in parts.verifier.greedy.values():
+                runner.leave_out()
         if drafting := list(parts.drafter.gemms()):
             context.info.gemms |= model.context.ops.autotune(drafting, sorted(rows), prompt_rows=prompts)
 
@@ -270,7 +275,7 @@ def _reserve(model: ModelPasses) -> dict[str, int]:
 def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses]:
     """The target, with graphs for short prompts, and the drafter's models."""
     verifier = parts.verifier
-    verify = [*verifier.runners.values(), *verifier.ragged.values(), *verifier.shared.values()]
+    verify = [*verifier.runners.values(), *verifier.greedy.values(), *verifier.ragged.values(), *verifier.shared.values()]
     graphs = [*add_short_prompts(context, parts.target), *verify, *parts.iterations.runners.values()]
     return [ModelPasses(parts.target.runner, graphs), *parts.drafter.models()]
 

@@ -91,6 +91,11 @@ class Iteration:
         """Windows of the last committed token alone."""
         return DraftWindow(self.last_tokens[:, None])
 
+    @property
+    def greedy_only(self) -> bool:
+        """Whether only the most likely tokens are needed, without logits."""
+        return self.needs.all_greedy and not self.needs.adjusts and self.top_logprobs < 0
+
     def part(self, start: int, stop: int) -> Iteration:
         """Requests `start` to `stop`."""
         one = slice(start, stop)
@@ -111,14 +116,14 @@ class VerifyResult:
     """The target's outputs for the windows of an iteration. Valid until the next verify pass.
 
     Attributes:
-        logits: float32 [size * D, V], or this rank's columns of them.
+        logits: float32 [size * D, V], or this rank's columns of them; None from a pass that finds only the most likely tokens.
         tokens: int64 [size, D], the argmax at each position.
         features: [size * D, feature_width], the states that the drafter reads.
         graph: whether a graph was replayed.
         head: the LM head that computed the logits.
     """
 
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     tokens: torch.Tensor
     features: torch.Tensor
     graph: bool
@@ -126,13 +131,15 @@ class VerifyResult:
 
     def all_logits(self, count: int) -> torch.Tensor:
         """float32 [count, V]: the logits of the first `count` window positions. All ranks must call it together."""
+        assert self.logits is not None, "a pass without logits"
         return self.head.gather(self.logits[:count])
 
     def part(self, start: int, stop: int) -> VerifyResult:
         """Requests `start` to `stop`."""
         D = self.tokens.shape[1]
         window = slice(start * D, stop * D)
-        return VerifyResult(self.logits[window], self.tokens[start:stop], self.features[window], self.graph, self.head)
+        logits = None if self.logits is None else self.logits[window]
+        return VerifyResult(logits, self.tokens[start:stop], self.features[window], self.graph, self.head)
 
 
 @dataclass(frozen=True, slots=True)

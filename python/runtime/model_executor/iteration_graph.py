@@ -113,7 +113,7 @@ class IterationGraphs:
         lengths or draft limits.
         """
         runner, depth = self.runners.get(iteration.depth), iteration.depth
-        if runner is None or not runner.has_graph(iteration.size) or _variant(iteration.needs) is None:
+        if runner is None or not runner.has_graph(iteration.size) or self._variant(iteration) is None:
             return False
         parts = (runner, *self._stages.verifier.at_depth(depth), *self._stages.drafter.runners(depth))
         replays = all(part.mode is RunMode.REPLAY for part in parts)
@@ -125,7 +125,7 @@ class IterationGraphs:
         Returns:
             `AcceptResult.emitted`, and the target's outputs. Valid until the next iteration.
         """
-        runner, variant = self.runners[iteration.depth], _variant(iteration.needs)
+        runner, variant = self.runners[iteration.depth], self._variant(iteration)
         assert variant is not None, "call serves first"
         batch = runner.batch(iteration.size)
         batch.seq_len_bounds[:] = iteration.bounds + batch.tokens_per_req
@@ -134,6 +134,12 @@ class IterationGraphs:
             self._rows = iteration.rows
         outputs, _ = runner.run(batch, variant)
         return outputs["emitted"], replace(self._stages.verifier.latest(iteration), graph=True)
+
+    def _variant(self, iteration: Iteration) -> str | None:
+        """The captured variant that covers an iteration; None if there is none. The greedy one may have no logits."""
+        variant = variant_of(iteration.needs)
+        without_logits = variant == "greedy" and self._stages.verifier.skips_logits(replace(iteration, top_logprobs=-1))
+        return "mixed" if without_logits and iteration.top_logprobs >= 0 else variant
 
     def _make_runner(self, depth: int, sizes: list[int], options: GraphOptions) -> GraphRunner:
         runners = self._stages.runners(depth)
@@ -170,7 +176,7 @@ class IterationGraphs:
         result.emitted(outputs["emitted"])
 
 
-def _variant(needs: SamplingNeeds) -> str | None:
+def variant_of(needs: SamplingNeeds) -> str | None:
     """The captured variant that covers these sampling stages; None if there is none."""
     if needs.adjusts:
         return None

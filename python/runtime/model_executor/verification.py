@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.layers.bounded_head import BOUNDED_ROWS
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.depth import USUAL_STEPS, DepthBatches, thinned
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
@@ -46,6 +47,12 @@ def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature_width:
     )
 
 
+def greedy_spec(full: RunnerSpec) -> RunnerSpec:
+    """The runner of the same passes that finds only the most likely tokens, without logits."""
+    outputs = tuple(output for output in full.outputs if output.name != "logits")
+    return replace(full, name=f"{full.name} greedy", outputs=outputs)
+
+
 def ragged_spec(full: RunnerSpec, mean: int) -> RunnerSpec:
     """The runner over windows of up to D tokens, `mean` on average, with the outputs of full windows.
 
@@ -76,6 +83,7 @@ class Verifier:
         ragged: the runners over ragged windows, by mean width.
         ragged_depth: the depth of ragged windows.
         shared: the runners that attend once to a prefix that all requests share, for depths up to that of ragged windows.
+        greedy: the runners of few rows that find only the most likely tokens, by depth, if the LM head has bounds.
     """
 
     def __init__(
@@ -89,7 +97,8 @@ class Verifier:
         shares_prefixes: bool = True,
     ) -> None:
         self._target, self._inputs = target, inputs
-        self.runners, self.ragged, self.shared = dict[int, GraphRunner](), dict[int, GraphRunner](), dict[int, GraphRunner]()
+        self.runners, self.greedy = dict[int, GraphRunner](), dict[int, GraphRunner]()
+        self.ragged, self.shared = dict[int, GraphRunner](), dict[int, GraphRunner]()
         self.ragged_depth = USUAL_STEPS if USUAL_STEPS in depths else max(depths)
         runner = target.runner
         self._key_bytes = runner.bytes_per_slot / runner.config.num_layers
@@ -99,6 +108,9 @@ class Verifier:
             name = "target decode" if depth == 0 else "verify" if depth == shape.num_steps else f"verify K={depth}"
             spec = verify_spec(target, shape.at_depth(depth), name, feature_width)
             self.runners[depth] = make(spec, self._forward, runner, batches, True)
+            if runner.model.bounded_head is not None:
+                own = replace(batches, captured=[size for size in batches.captured if size * spec.width <= BOUNDED_ROWS])
+                self.greedy[depth] = make(greedy_spec(spec), self._greedy_forward, runner, own, True)
             if capable and depth == self.ragged_depth:
                 own = replace(batches, captured=thinned([size for size in batches.captured if size >= MIN_REQUESTS]))
                 specs = {mean: ragged_spec(spec, mean) for mean in mean_widths(depth)}
@@ -109,8 +121,8 @@ class Verifier:
 
     def at_depth(self, depth: int) -> list[GraphRunner]:
         """The runners of one depth."""
-        shared = [self.shared[depth]] if depth in self.shared else []
-        return [self.runners[depth], *shared, *(self.ragged.values() if depth == self.ragged_depth else ())]
+        others = [runners[depth] for runners in (self.greedy, self.shared) if depth in runners]
+        return [self.runners[depth], *others, *(self.ragged.values() if depth == self.ragged_depth else ())]
 
     def padded_size(self, depth: int, live: int) -> int:
         """The padded size at which an iteration of `live` requests runs."""
@@ -173,17 +185,25 @@ class Verifier:
         return self._result(iteration, outputs, graph=False)
 
     def latest(self, iteration: Iteration) -> VerifyResult:
-        """The result buffers with their current contents, for a dry run."""
-        return self._result(iteration, self.runners[iteration.depth].outputs(iteration.size), graph=False)
+        """The result buffers with their current contents."""
+        return self._result(iteration, self._runner(iteration).outputs(iteration.size), graph=False)
+
+    def skips_logits(self, iteration: Iteration) -> bool:
+        """Whether the pass finds only the most likely tokens: with few rows, if the LM head has bounds and nothing else is needed."""
+        runner = self.greedy.get(iteration.depth)
+        separate = iteration.ragged is None and not iteration.shared_tokens
+        return runner is not None and separate and iteration.greedy_only and runner.has_graph(iteration.size)
 
     def _result(self, iteration: Iteration, outputs: Outputs, graph: bool) -> VerifyResult:
-        logits, features = outputs["logits"], outputs["features"]
-        if iteration.ragged is not None:
+        logits, features = outputs.get("logits"), outputs["features"]
+        if iteration.ragged is not None and logits is not None:
             logits, features = logits.flatten(0, 1), features.flatten(0, 1)
         return VerifyResult(logits, outputs["tokens"].view(iteration.size, -1), features, graph, self._target.runner.model.lm_head)
 
     def _runner(self, iteration: Iteration) -> GraphRunner:
         """The runner of an iteration's verify pass; for an eager ragged pass, any ragged runner."""
+        if self.skips_logits(iteration):
+            return self.greedy[iteration.depth]
         if iteration.ragged is None:
             return (self.shared if iteration.shared_tokens else self.runners)[iteration.depth]
         return self.ragged.get(iteration.ragged.tokens // iteration.size, next(iter(self.ragged.values())))
@@ -199,7 +219,15 @@ class Verifier:
         states = States(hidden[ragged_index], None if aux is None else aux[ragged_index])
         self._write(states, {name: tensor.flatten(0, 1) for name, tensor in outputs.items()})
 
+    def _greedy_forward(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        states = States(*self._target.runner.model.forward(batch, self._target.aux_layers))
+        self._target.runner.model.most_likely(states.hidden, outputs["tokens"], self._target.agreement)
+        self._write_features(states, outputs)
+
     def _write(self, states: States, outputs: Outputs) -> None:
         self._target.runner.model.greedy(states.hidden, outputs["tokens"], outputs["logits"], self._target.agreement)
+        self._write_features(states, outputs)
+
+    def _write_features(self, states: States, outputs: Outputs) -> None:
         if outputs["features"].shape[1]:
             outputs["features"].copy_(states.features)

@@ -9,9 +9,10 @@ import torch
 from runtime.batch import ForwardMode
 from runtime.distributed.agreement import Agreement
 from runtime.layers.attention.base import AttentionBackend, AttentionSpec
+from runtime.layers.bounded_head import BoundedHead
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
-from runtime.layers.lm_head import all_logits, greedy
+from runtime.layers.lm_head import all_logits, greedy, greedy_by_copy
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.block import DecoderBlock
@@ -43,6 +44,7 @@ class DecoderModel:
         sparse_mlps: the MLP of each sparse layer; none for a dense model.
         final_norm: the norm before the head.
         attention_specs: the attention of each layer, for the KV pool and the backend.
+        bounded_head: the LM head with a copy in int8 for `most_likely`; None if every token is scored in 16 bits.
     """
 
     def __init__(self, config: ModelConfig, context: ModelContext, block: MakeBlock) -> None:
@@ -60,6 +62,7 @@ class DecoderModel:
         else:
             self.lm_head = parts.weights.head("lm_head", config.vocab_size, config.hidden_size)
         self.attention_specs: tuple[AttentionSpec, ...] = tuple(layer.attention.spec for layer in self.layers)
+        self.bounded_head: BoundedHead | None = None
         self._bound: tuple[KVPool, AttentionBackend] | None = None
 
     @property
@@ -107,6 +110,10 @@ class DecoderModel:
         self._parts.weights.load(weights, skip, self.config.unused_weights)
         for layer in self.layers:
             layer.attention.weights_filled()
+
+    def find_bounds(self) -> None:
+        """Let `most_likely` rule out most tokens by a copy of the LM head in int8, where that is faster. After `load`."""
+        self.bounded_head = self.context.ops.bounded_head(self.lm_head)
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
         """Give the model its KV pool and attention backend."""
@@ -162,6 +169,13 @@ class DecoderModel:
         if logits is not None:
             self._capped(logits)
         return chosen
+
+    def most_likely(self, hidden: torch.Tensor, tokens: torch.Tensor, agreement: Agreement | None = None) -> None:
+        """Write the argmax of `logits(hidden)` to `tokens` int64 [N]. `agreement`: as for `greedy`."""
+        if self.bounded_head is None:
+            self.greedy(hidden, tokens, None, agreement)
+        else:
+            greedy_by_copy(self.context.ops, hidden, self.bounded_head, tokens, agreement)
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the model's soft cap, if it has one, to float32 logits in place; their order does not change."""

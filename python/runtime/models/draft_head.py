@@ -12,7 +12,7 @@ from runtime.layers.attention.base import AttentionBackend, AttentionSpec
 from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
-from runtime.layers.lm_head import all_logits, greedy, greedy_draft
+from runtime.layers.lm_head import all_logits, greedy, greedy_by_copy
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
@@ -224,7 +224,7 @@ class DraftHead:
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`, with a `candidate_head` nearly always."""
         if self.candidate_head is not None:
-            return greedy_draft(self.ops, self._normed(hidden), self.candidate_head)
+            return greedy_by_copy(self.ops, self._normed(hidden), self.candidate_head)
         return greedy(self.ops, self._normed(hidden), self.lm_head)
 
     def _normed(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,9 @@ from runtime.layers.activation import Activation
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 
-GemmOp = Literal["linear", "linear_add", "gate_up", "logits", "candidates"]
-"""The block operation around a GEMM; "logits" stands for the LM head with and without argmax, "candidates" for a draft's 8-bit copy."""
+GemmOp = Literal["linear", "linear_add", "gate_up", "logits", "candidates", "bounds"]
+"""The block operation around a GEMM; "logits" stands for the LM head with and without argmax, "candidates" and "bounds" for its
+8-bit copies."""
 GemmKey = tuple[GemmOp, str, int, int, int]
 """Operation, scheme, rows and columns of the weight, m bucket."""
 

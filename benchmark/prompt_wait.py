@@ -3,7 +3,7 @@
 The scheduler plans steps in simulated time, for a worker whose steps last as long as assumed here: a prompt pass 3.5 ms and 10.5 µs per
 token, a decode step without drafts 4.2 ms and 35 µs per request, one with three drafts 6.3 ms and 60 µs per request, with 2.5 tokens
 accepted on average. That is about an 8B model in bfloat16 on an H200. Clients of a closed loop send the next request 2 ms after an answer;
-others arrive at random times. Lengths vary evenly around the mean, by at most half of it. Nothing here is measured on a device: the figures
+others arrive at random times. Lengths vary evenly around the mean, by at most half of it. Each figure is the mean of eight runs. Nothing here is measured on a device: the figures
 show the policy, not a server.
 """
 
@@ -41,6 +41,7 @@ ACCEPTANCE = 0.63535
 SATURATING_TOKENS = 850
 """As for an 8B model on an H200."""
 CLIENT_SECONDS = 2e-3
+RUNS = 8
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Simulation:
 
     load: Load
     limits: WorkerLimits
+    seed: int
     now: float = 0.0
     free_at: float = 0.0
     sent: int = 0
@@ -92,7 +94,7 @@ class Simulation:
     took: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.load.name)
+        self.random = random.Random(f"{self.load.name} {self.seed}")
         if self.load.clients:
             self.arrivals = [0.0003 * i for i in range(self.load.clients)]
         else:
@@ -169,8 +171,8 @@ def configuration(steps: int) -> RuntimeConfig:
     return prepare(from_fields({**fields, "prefill_delayer_max_delay_passes": steps, "watchdog_timeout": 3600.0}))[0]
 
 
-def simulate(load: Load, config: RuntimeConfig) -> dict[str, Any]:
-    """The figures of a load: output tokens per second, milliseconds, and prompt passes."""
+def simulate(load: Load, config: RuntimeConfig, seed: int) -> dict[str, float]:
+    """The figures of one run: output tokens per second, milliseconds, and prompt passes."""
     limits = WorkerLimits(
         max_total_tokens=1 << 19,
         max_running_requests=256,
@@ -183,7 +185,7 @@ def simulate(load: Load, config: RuntimeConfig) -> dict[str, Any]:
         prefix_lookahead=int(load.drafts > 0),
         saturating_tokens=SATURATING_TOKENS,
     )
-    run = Simulation(load, limits)
+    run = Simulation(load, limits, seed)
     scheduler = Scheduler(config.scheduler, config.cache, run, (), run.receive, run.send, clock=lambda: run.now)
     while len(run.took) < load.requests:
         scheduler.step(1.0)
@@ -231,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for steps in STEPS:
         config = configuration(steps)
         for load in loads:
-            record.add({"load": load.name, "steps": steps, **simulate(load, config)})
+            runs = [simulate(load, config, seed) for seed in range(1 if args.quick else RUNS)]
+            record.add({"load": load.name, "steps": steps, **{name: float(np.mean([run[name] for run in runs])) for name in runs[0]}})
     record.show(render, plot)
 
 

@@ -3,8 +3,8 @@
 The scheduler plans steps in simulated time, for a worker whose steps last as long as assumed here: a prompt pass 3.5 ms and 10.5 µs per
 token, a decode step without drafts 4.2 ms and 35 µs per request, one with three drafts 6.3 ms and 60 µs per request, with 2.5 tokens
 accepted on average. That is about an 8B model in bfloat16 on an H200. Clients of a closed loop send the next request 2 ms after an answer;
-others arrive at random times. Lengths vary evenly around the mean, by at most half of it. Each figure is the mean of eight runs. Nothing here is measured on a device: the figures
-show the policy, not a server.
+others arrive at random times. Lengths vary evenly around the mean, by at most half of it. Each figure is the mean of eight runs. Nothing
+here is measured on a device: the figures show the policy, not a server.
 """
 
 from __future__ import annotations

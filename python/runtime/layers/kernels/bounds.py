@@ -163,15 +163,15 @@ def _choose_kernel(
     left = tl.load(left_ptr + row * groups + group, mask=group < groups, other=float("-inf"))
     largest = tl.max(scores, 0)
     if tl.max(left, 0) + tl.load(error_ptr + row) < largest:
-        tokens = tl.load(tokens_ptr + row * entries + entry, mask=entry < entries, other=NO_COLUMN)
-        token = tl.min(tl.where(scores == largest, tokens, NO_COLUMN), 0)
+        scored = tl.load(tokens_ptr + row * entries + entry, mask=entry < entries, other=NO_COLUMN)
+        token = tl.min(tl.where(scores == largest, scored, NO_COLUMN), 0)
         score = largest
     else:
         scan = tl.arange(0, SCANS)
         key = tl.load(scanned_ptr + row * SCANS + scan)
-        tokens = tl.load(scanned_ptr + (rows + row) * SCANS + scan)
+        scanned = tl.load(scanned_ptr + (rows + row) * SCANS + scan)
         best = tl.max(key, 0)
-        token = tl.min(tl.where(key == best, tokens, NO_COLUMN), 0)
+        token = tl.min(tl.where(key == best, scanned, NO_COLUMN), 0)
         score = tl.where(best == 0x7FFFFFFF, float("nan"), tl.where(best < 0, best ^ 0x7FFFFFFF, best).to(tl.float32, bitcast=True))
     tl.store(out_ptr + row, token.to(tl.int64))
     if logits_ptr is not None:

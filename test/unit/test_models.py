@@ -228,13 +228,13 @@ class Runner:
         self.table.pages[2] = torch.from_numpy(ids.astype(np.int32))
         shape = AttentionShape(layers, 4, 4, MAX_LEN, tuning=H200)
         self.backend = build_backend("torch_native", shape, pool, self.table)
-        self.model = model
+        self.model, self.caches = model, (*pool.k, *pool.v)
         model.bind(pool, self.backend)
 
     def hidden(
-        self, ids: torch.Tensor, start: int, mode: ForwardMode, aux: tuple[int, ...] = ()
+        self, ids: torch.Tensor, start: int, mode: ForwardMode, aux: tuple[int, ...] = (), wanted: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states of the tokens `ids`, which begin at position `start`."""
+        """Hidden states of the tokens `ids`, which begin at position `start`, or of the `wanted` ones among them."""
         n, extend = len(ids), mode == ForwardMode.EXTEND
         positions, rows = torch.arange(start, start + n), torch.full((n,), 2)
         batch = ForwardBatch(
@@ -252,7 +252,7 @@ class Runner:
         )
         with torch.inference_mode():
             plan_pass(self.backend, batch)
-            return self.model.forward(batch, aux)
+            return self.model.forward(batch, aux, wanted)
 
     def logits(self, ids: torch.Tensor, start: int, mode: ForwardMode) -> torch.Tensor:
         with torch.inference_mode():
@@ -344,6 +344,31 @@ def test_hidden_states_are_those_entering_the_layers(checkpoint: Checkpoint) -> 
     assert aux is not None
     torch.testing.assert_close(aux, torch.cat((checkpoint.hidden[0][0], checkpoint.hidden[2][0]), dim=1), rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(hidden, checkpoint.hidden[3][0], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("wanted", [[17, 39], [39], [0, 20, 21, 39], []])
+def test_wanted_states_are_those_of_a_pass_over_all_tokens(checkpoint: Checkpoint, served: DecoderModel, wanted: list[int]) -> None:
+    whole, part = Runner(served, 16), Runner(loaded(checkpoint.folder), 16)
+    every, streams = whole.hidden(checkpoint.ids, 0, EXTEND, aux=(0, 2))
+    found, same = part.hidden(checkpoint.ids, 0, EXTEND, aux=(0, 2), wanted=torch.tensor(wanted, dtype=torch.int64))
+    assert found.shape == (len(wanted), 64)
+    torch.testing.assert_close(found, every[wanted], rtol=1e-4, atol=1e-4)
+    assert streams is not None
+    assert same is not None
+    assert torch.equal(same, streams)
+    assert all(torch.equal(own, other) for own, other in zip(part.caches, whole.caches, strict=True)), "KV is written for all tokens"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "qwen2-moe"])
+def test_wanted_states_of_quantized_weights_have_the_same_bits(tmp_path: Path, family: str, quantization: str) -> None:
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 64, "num_experts": 16}
+    checkpoint = Checkpoint(family, tmp_path, **sizes, initializer_range=0.05)
+    runner = Runner(loaded(tmp_path, quantization), 16)
+    every = runner.hidden(checkpoint.ids, 0, EXTEND)[0]
+    for wanted in ([39], [3, 39], list(range(33))):
+        found = runner.hidden(checkpoint.ids, 0, EXTEND, wanted=torch.tensor(wanted))[0]
+        assert torch.equal(found, every[wanted]), wanted
 
 
 @pytest.mark.parametrize("family", ["deepseek-experts", "glm4-flash", "qwen2-moe"])

@@ -42,7 +42,8 @@ SGLANG_FLAGS = re.findall(
     model-path tokenizer-path served-model-name host port api-key admin-api-key dtype kv-cache-dtype quantization context-length
     trust-remote-code load-format revision device tp-size nnodes node-rank dist-init-addr dist-timeout
     dp-size enable-dp-attention ep-size mem-fraction-static max-running-requests max-queued-requests
-    max-total-tokens chunked-prefill-size max-prefill-tokens prefill-delayer-max-delay-passes schedule-policy schedule-conservativeness page-size disable-radix-cache
+    max-total-tokens chunked-prefill-size max-prefill-tokens prefill-delayer-max-delay-passes
+    schedule-policy schedule-conservativeness page-size disable-radix-cache
     disable-overlap-schedule enable-mixed-chunk attention-backend sampling-backend grammar-backend speculative-algorithm
     speculative-draft-model-path speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
     speculative-accept-threshold-single speculative-accept-threshold-acc disable-cuda-graph disable-cuda-graph-padding cuda-graph-max-bs

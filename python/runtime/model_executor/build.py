@@ -171,7 +171,8 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     capacity = 8 * context.extend_tokens + (64 + 4 * reach) * context.requests + 5 * PAGES_AT_ONCE
     # Drafts that are looked up in the text need the text on every rank.
     reads = context.attention_group.rank == 0 or spec.needs_history
-    return TargetModel(runner, rows, page_table, StagingRing(capacity, context.device), spec.aux_layers, reads)
+    staging, reads_hidden = StagingRing(capacity, context.device), bool(spec.feature_width) and not spec.aux_layers
+    return TargetModel(runner, rows, page_table, staging, spec.aux_layers, reads, reads_hidden)
 
 
 def graph_options(context: WorkerContext, model: ModelRunner, sizes: Sequence[int], max_size: int | None = None) -> GraphOptions:

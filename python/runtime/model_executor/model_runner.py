@@ -72,8 +72,10 @@ class ModelRunner:
         self.backend = build_backend(self.attention, self._shape, self.kv_pool, self._page_table)
         self.model.bind(self.kv_pool, self.backend)
 
-    def extend(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Plan and run an EXTEND batch eagerly: hidden states [T, hidden], and the states of `aux_layers`, [T, A * hidden], or None."""
+    def extend(
+        self, batch: ForwardBatch, aux_layers: tuple[int, ...] = (), wanted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Plan and run an EXTEND batch eagerly; arguments and results as for `DecoderModel.forward`."""
         assert batch.mode is ForwardMode.EXTEND
         plan_pass(self.backend, batch)
-        return self.model.forward(batch, aux_layers)
+        return self.model.forward(batch, aux_layers, wanted)

@@ -43,11 +43,12 @@ def copy_logprobs(
     return LogprobCopy(*top_logprobs(logits if mask is None else mask.apply(logits), tokens, k, index))
 
 
-def pool_chunks(batch: ScheduleBatch, hidden: torch.Tensor, logits: torch.Tensor) -> dict[int, HostCopy]:
+def pool_chunks(batch: ScheduleBatch, hidden: torch.Tensor, last: torch.Tensor, logits: torch.Tensor) -> dict[int, HostCopy]:
     """Start the copies of the results that `batch.pooling` requests, by index of the chunk.
 
     Args:
-        hidden: [T, hidden], states after the final norm.
+        hidden: [T, hidden], states after the final norm, if the sum over a chunk is asked for.
+        last: [E, hidden], those of the last token of each chunk.
         logits: float32 [E, V], after each chunk.
 
     Returns:
@@ -59,7 +60,7 @@ def pool_chunks(batch: ScheduleBatch, hidden: torch.Tensor, logits: torch.Tensor
         if pooling.kind == "labels":
             vector = logits[i].index_select(0, to_device(torch.tensor(pooling.label_ids), logits.device)) - logits[i].logsumexp(0)
         elif pooling.kind == "last":
-            vector = hidden[batch.chunk(i)][-1].float()
+            vector = last[i].float()
         else:
             vector = hidden[batch.chunk(i)].sum(0, dtype=torch.float32)
         found[i] = HostCopy(vector)

@@ -41,16 +41,20 @@ class Chunks:
         batch: the ragged inputs.
         last: int64 [E]. Index among the T tokens of each chunk's last one.
         given: int64 [E]. The prompt token after the chunk, or -1 if one is sampled.
+        wanted: the tokens whose hidden states are needed: `last`, or none of them if no chunk ends a prompt. None for all tokens.
     """
 
     batch: ForwardBatch
     last: torch.Tensor
     given: torch.Tensor
+    wanted: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The target's states: `hidden` [N, hidden], and `aux` [N, A * hidden] if the drafter reads auxiliary layers."""
+    """The target's states: `hidden` [N, hidden], or only of the tokens that `Chunks.wanted` names, and `aux` [N, A * hidden] if the drafter
+    reads auxiliary layers.
+    """
 
     hidden: torch.Tensor
     aux: torch.Tensor | None
@@ -94,6 +98,9 @@ class TargetModel:
         short_prompts: graphs for short prompts, set once before memory is planned; None if all prompts run eagerly.
         agreement: the check that all ranks commit the same tokens.
         reads_results: whether this rank copies results to the host.
+
+    Args:
+        reads_hidden: whether a drafter reads the last hidden states of all tokens.
     """
 
     def __init__(
@@ -104,10 +111,13 @@ class TargetModel:
         staging: StagingRing,
         aux_layers: tuple[int, ...] = (),
         reads_results: bool = True,
+        reads_hidden: bool = False,
     ) -> None:
         self.runner, self.rows, self.page_table, self.staging = runner, rows, page_table, staging
         self.agreement, self.reads_results = Agreement(runner.device, runner.model.context.group), reads_results
         self.aux_layers = aux_layers
+        # Attention groups exchange the rows of equally many tokens in each layer.
+        self._reads_hidden = reads_hidden or runner.config.num_layers in aux_layers or runner.model.context.exchange is not None
         self.short_prompts: ShortPrompts | None = None
         self.device = runner.device
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -204,17 +214,27 @@ class TargetModel:
             extend_lens=lens,
             page_rows=page_rows,
         )
-        return Chunks(forward, last_d, next_d)
+        return Chunks(forward, last_d, next_d, self._wanted(batch, last_d))
+
+    def _wanted(self, batch: ScheduleBatch, last: torch.Tensor) -> torch.Tensor | None:
+        """The tokens whose hidden states the step needs, as in `Chunks`. With decode rows in the same pass, they are all tokens."""
+        means = any(pooling.whole_prompt for pooling in batch.pooling.values())
+        if self._reads_hidden or batch.num_decodes or means or batch.prompt_logprobs.any():
+            return None
+        return last if (batch.next_tokens < 0).any() else last[:0]
 
     def run(self, chunks: Chunks, windows: ForwardBatch | None = None, live: int = 0) -> tuple[States, States]:
         """One pass over prompt chunks and, after them, the first `live` requests of `windows`; returns the states of both."""
         prompts, T = chunks.batch, chunks.batch.num_tokens
         if windows is not None:
             states = States(*self.runner.extend(prompts_and_windows(prompts, windows, live), self.aux_layers))
+            return states.part(0, T), states.part(T, None)
+        short, wanted = None if self.short_prompts is None else self.short_prompts.run(prompts), chunks.wanted
+        if short is None:
+            states = States(*self.runner.extend(prompts, self.aux_layers, wanted))
         else:
-            short = None if self.short_prompts is None else self.short_prompts.run(prompts)
-            states = States(*(short or self.runner.extend(prompts, self.aux_layers)))
-        return states.part(0, T), states.part(T, None)
+            states = States(*short) if wanted is None else States(short[0][wanted], short[1])
+        return states, states.part(0, 0)
 
     def sample_next(
         self, batch: ScheduleBatch, chunks: Chunks, states: States, mask: TokenMask | None = None
@@ -226,12 +246,13 @@ class TargetModel:
         """
         rows, positions = chunks.batch.req_pool_indices, chunks.batch.seq_lens.to(torch.int64)
         needs = self.rows.needs(batch.rows[: batch.num_prompts])
-        logits = self.runner.model.logits(states.hidden[chunks.last])
-        if mask is not None:
-            needs = replace(needs, constrained=mask.selected)
-        sampled = sample(logits, self.rows.tables, rows, positions, needs, mask)
-        ends = chunks.given < 0
-        next_tokens = torch.where(ends, sampled, chunks.given)
+        last, logits = states.hidden if chunks.wanted is not None else states.hidden[chunks.last], None
+        ends, next_tokens = chunks.given < 0, chunks.given
+        if len(last):
+            logits = self.runner.model.logits(last)
+            if mask is not None:
+                needs = replace(needs, constrained=mask.selected)
+            next_tokens = torch.where(ends, sample(logits, self.rows.tables, rows, positions, needs, mask), next_tokens)
         self.rows.kv_lens[rows] = chunks.batch.seq_lens
         self.rows.last_tokens[rows] = next_tokens
         if batch.rows[0] == PAD_ROW:  # a prompt of padding is not kept
@@ -242,9 +263,10 @@ class TargetModel:
         prompt = self._prompt_logprobs(batch, chunks, states.hidden, next_tokens)
         logprobs, copy, pooled = None, HostCopy(), {}
         if self.reads_results:
-            k, copy = int(batch.top_logprobs.max(initial=-1)), HostCopy(next_tokens)
-            logprobs = copy_logprobs(logits, next_tokens, k, mask=mask)
-            pooled = pool_chunks(batch, states.hidden, logits)
+            copy = HostCopy(next_tokens)
+            if logits is not None:
+                logprobs = copy_logprobs(logits, next_tokens, int(batch.top_logprobs.max(initial=-1)), mask=mask)
+                pooled = pool_chunks(batch, states.hidden, last, logits)
         sampling = batch.next_tokens < 0
         followed = ExtendPass(chunks, next_tokens, states, needs, batch.rows[: batch.num_prompts][sampling], batch.defers_first_drafts)
         return followed, PromptsPending(sampling, copy, logprobs, prompt, pooled)

@@ -96,9 +96,17 @@ class SandwichBlock:
         yield from self.attention.gemms(self.attn_norm, None)
         yield from self.mlp.gemms(self.mlp_norm, None)
 
-    def forward(self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None) -> Stream:
-        """The residual stream after the block, perhaps in the same storage. `next_norm`: the next block's first norm."""
-        attended = self.attention.attend(self.attention.project(stream, self.attn_norm), context)
+    def forward(
+        self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None, *, wanted: torch.Tensor | None = None
+    ) -> Stream:
+        """The residual stream after the block, perhaps in the same storage. `next_norm` and `wanted`: as for `Block`."""
+        qkv = self.attention.project(stream, self.attn_norm)
+        if wanted is not None and not len(wanted):
+            self.attention.write_kv(qkv, context)
+            return Stream(stream.h[:0], in_prompt=stream.in_prompt)
+        attended = self.attention.attend(qkv, context)
+        if wanted is not None:
+            attended, stream = attended[wanted], Stream(stream.h[wanted], in_prompt=stream.in_prompt)
         output = self.attention.output(attended, stream.in_prompt)
         stream = self.ops.add_normed(output, self.attn_out_norm, stream, self.mlp_norm)
         return self.ops.add_normed(self.mlp.output(stream, self.mlp_norm), self.mlp_out_norm, stream, next_norm, self.factor)

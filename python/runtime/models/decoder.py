@@ -119,15 +119,19 @@ class DecoderModel:
         """Give the model its KV pool and attention backend."""
         self._bound = kv_pool, backend
 
-    def forward(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, batch: ForwardBatch, aux_layers: tuple[int, ...] = (), wanted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run every block over the batch. `plan_pass` has been called for it.
 
         Args:
             aux_layers: layers whose *input*, the residual stream, is wanted, ascending; `num_layers` means the last
                 output.
+            wanted: int64 [N], the tokens whose hidden states are returned; the last layer computes only these after attention, and only
+                KV if N = 0. None for all tokens.
 
         Returns:
-            Hidden states after the final norm [T, hidden], and the streams [T, len(aux_layers) * hidden] side by side,
+            Hidden states after the final norm, [N or T, hidden], and the streams [T, len(aux_layers) * hidden] side by side,
             both in `dtype`.
         """
         assert self._bound is not None, "bind comes before forward"
@@ -138,8 +142,8 @@ class DecoderModel:
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
                 aux.append(stream.h.to(self.dtype, copy=True))
-            next_norm = self.layers[i + 1].attn_norm if i + 1 < len(self.layers) else None
-            stream = layer.forward(stream, context, next_norm)
+            last = i + 1 == len(self.layers)
+            stream = layer.forward(stream, context, None if last else self.layers[i + 1].attn_norm, wanted=wanted if last else None)
         if len(self.layers) in aux_layers:
             aux.append(stream.h.to(self.dtype, copy=True))
         hidden = self.context.ops.norm(stream.h, self.final_norm, self.dtype)

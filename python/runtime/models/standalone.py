@@ -26,8 +26,7 @@ class StandaloneDraft(DraftModel):
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden] or [N, hidden], for `logits`."""
-        hidden = self.model.forward(batch)[0]
-        return hidden if wanted is None else hidden[wanted]
+        return self.model.forward(batch, wanted=wanted)[0]
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The same ids: both models have one vocabulary."""

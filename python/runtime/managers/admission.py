@@ -82,7 +82,7 @@ class Admission:
         if any(req.phase is Phase.PREFILLING for req in self.running):
             return 1, enough
         count = tokens = 0
-        for req in self.queue:
+        for req in self.queue if self.free_rows else ():
             if count == self.free_rows or tokens >= enough:
                 break
             count, tokens = count + 1, tokens + req.length - self._cached_len(req)

@@ -30,6 +30,14 @@ def read_small(path: Path, max_mib: int = MAX_MIB) -> str:
     return content
 
 
+def is_pipe(path: Path) -> bool:
+    """Whether it is a pipe; False if it is missing or out of reach."""
+    try:
+        return stat.S_ISFIFO(path.stat().st_mode)
+    except OSError:
+        return False
+
+
 def unreadable(error: OSError | UnicodeDecodeError) -> str:
     """Why a text file cannot be read."""
     if isinstance(error, UnicodeDecodeError):

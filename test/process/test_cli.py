@@ -43,6 +43,12 @@ def shell(before: str, redirections: str, model: Path, port: int) -> list[str]:
     return ["bash", "-c", f"{before} {shlex.join(server)} {redirections}"]
 
 
+def told(process: subprocess.Popen[str], words: str) -> bool:
+    """Whether the process prints a line with these words."""
+    assert process.stdout is not None
+    return any(words in line for line in process.stdout)
+
+
 @contextlib.contextmanager
 def started(command: list[str], port: int) -> Iterator[subprocess.Popen[str]]:
     """A server that answers, ended when the test ends."""
@@ -132,6 +138,18 @@ def test_signals_that_the_parent_blocked_or_ignored_work(model: Path) -> None:
         children = psutil.Process(process.pid).children()
         process.kill()
         assert psutil.wait_procs(children, timeout=60.0)[1] == []
+
+
+def test_an_api_key_file_may_be_a_pipe(model: Path) -> None:
+    with started(shell("exec", "--api-key-file <(echo sk-pipe)", model, port := free_port()), port) as process:
+
+        def status(key: str) -> int:
+            return httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+        assert (status("sk-pipe"), status("sk-other")) == (200, 401)
+        process.send_signal(signal.SIGHUP)
+        assert told(process, "is a pipe, which can be read only once, at the start")
+        assert status("sk-pipe") == 200
 
 
 def test_a_signal_that_arrived_while_it_was_blocked_ends_the_start_with_its_exit_status() -> None:

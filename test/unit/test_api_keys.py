@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,18 @@ def test_a_file_for_all_users_is_reported_once(file: Path, caplog: pytest.LogCap
         check(from_fields({"api_key_file": str(file)}))
         KeyRing([], file)
         assert caplog.text.count("can be read by every user") == times
+
+
+def test_a_pipe_is_read_once_and_not_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(pipe := tmp_path / "keys")
+    writer = threading.Thread(target=pipe.write_text, args=(KEYS,))
+    writer.start()
+    check(from_fields({"api_key_file": str(pipe)}))
+    ring = KeyRing([], pipe)
+    writer.join()
+    ring.reload()
+    assert "the API keys are unchanged: --api-key-file" in caplog.text
+    assert ring.find("sk-alice") is not None
 
 
 def test_a_rate_refills_evenly() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from runtime.config.yaml_file import read_yaml
+from runtime.config.yaml_file import parse_yaml, read_text
 from runtime.errors import ConfigError
-from runtime.small_file import read_small
+from runtime.small_file import is_pipe
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 FLAG = "--api-key-file"
@@ -45,9 +46,10 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     Raises:
         ConfigError: the file cannot be read, or an entry is wrong; names the entry.
     """
-    content = read_yaml(FLAG, path, secret=True)
+    text = _pipe_text(path) if is_pipe(path) else read_text(FLAG, path)
+    content = parse_yaml(FLAG, path, text, secret=True)
     if isinstance(content, (str, int, float)) and not isinstance(content, bool):
-        content = {"keys": [{"name": "default", "key": read_small(path).strip()}]}
+        content = {"keys": [{"name": "default", "key": text.strip()}]}
     try:
         keys = msgspec.convert(content, _KeyFile).keys
     except msgspec.ValidationError as error:
@@ -60,6 +62,12 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
         if problem := key_problem(key.key):
             raise ConfigError(f"{FLAG} {path}: the key of {key.name} {problem}")
     return keys
+
+
+@functools.cache
+def _pipe_text(path: Path) -> str:
+    """The text of a pipe. It can be read only once, but the start checks the keys before it uses them."""
+    return read_text(FLAG, path)
 
 
 def key_problem(key: str) -> str:

@@ -13,12 +13,23 @@ from runtime.small_file import read_small, unreadable
 MAX_MIB = 16
 
 
-def read_yaml(flag: str, path: Path, secret: bool = False) -> object:
-    """The content of the file that `flag` names. Raises `ConfigError`, which does not quote the content if it is `secret`."""
+def read_yaml(flag: str, path: Path) -> object:
+    """The content of the file that `flag` names. Raises `ConfigError`."""
+    return parse_yaml(flag, path, read_text(flag, path))
+
+
+def read_text(flag: str, path: Path) -> str:
+    """The text of the file that `flag` names. Raises `ConfigError`."""
     try:
-        return yaml.load(read_small(path, MAX_MIB), _UniqueKeys)
+        return read_small(path, MAX_MIB)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path} cannot be read: {unreadable(error)}.") from error
+
+
+def parse_yaml(flag: str, path: Path, text: str, secret: bool = False) -> object:
+    """The content of a file with this text. Raises `ConfigError`, which does not quote the text if it is `secret`."""
+    try:
+        return yaml.load(text, _UniqueKeys)
     except (yaml.YAMLError, AttributeError, LookupError, RecursionError, ValueError) as error:  # as `!!bool x` raises KeyError
         why = ", or gives a name twice." if secret else f": {' '.join(str(error).split())}"
         raise ConfigError(f"{flag} {path} is not YAML{why}") from error

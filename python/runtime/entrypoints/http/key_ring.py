@@ -13,6 +13,7 @@ from pathlib import Path
 from runtime.config.key_file import FLAG, ApiKey, read_key_file
 from runtime.config.runtime_config import ServerConfig
 from runtime.errors import ConfigError, KeyLimitReached
+from runtime.small_file import is_pipe
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +127,11 @@ class KeyRing:
                 use.spend(tokens)
 
     def reload(self) -> None:
-        """Read the file again. Unchanged keys keep their counts; if the file is invalid, all keys stay as they were."""
+        """Read the file again. Unchanged keys keep their counts; if the file is invalid or a pipe, all keys stay as they were."""
         if self._file is None:
+            return
+        if is_pipe(self._file):
+            log.error("the API keys are unchanged: %s %s is a pipe, which can be read only once, at the start", FLAG, self._file)
             return
         try:
             keys = _keys(self._file)

@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"--phases {args.phases}: the value must list {', '.join(PHASES)}, or be {COMPARE}")
     if (phases == [COMPARE]) != (args.other_seed is not None):
         raise SystemExit(f"--phases {COMPARE} requires --other-seed FOLDER, and --other-seed requires --phases {COMPARE}")
-    if args.initial_head is not None and not (args.initial_head / "model.safetensors").is_file():
+    if args.initial_head is not None and not os.path.isfile(args.initial_head / "model.safetensors"):
         raise SystemExit(f"--initial-head {args.initial_head}: there is no model.safetensors")
     check_numbers(args)
     if args.other_seed is not None:

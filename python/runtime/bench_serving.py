@@ -129,7 +129,7 @@ def _show(args: argparse.Namespace, figures: dict[str, Any], records: Sequence[R
         timeline = per_second([record for record in records if record.success])
         print(summary.chart("Output tokens per second", timeline.tokens))
         print(summary.chart("Concurrent requests", timeline.requests))
-        picture = _output_file(args).with_suffix(".png")
+        picture = _picture_file(_output_file(args))
         print(f"plot: {picture}" if summary.plot(timeline, picture) else "no PNG: matplotlib is not installed")
 
 
@@ -151,9 +151,17 @@ def _output_file(args: argparse.Namespace) -> Path:
     return Path(f"{args.backend}_{datetime.now():%m%d}_{args.num_prompts}_{lens}.jsonl")
 
 
+def _picture_file(output: Path) -> Path:
+    return output.with_suffix(".png")
+
+
 def _check_output(file: Path) -> None:
     """Raise BenchError before the run if its result could not be written."""
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+    try:
+        writable = not file.is_dir() and os.access(file if file.exists() else file.parent, os.W_OK)
+    except OSError as error:  # such as a name that is too long
+        raise BenchError(f"--output-file {file}: the file cannot be written: {error.strerror}") from error
+    if not writable:
         raise BenchError(f"--output-file {file}: the file cannot be written; name a file in an existing folder")
 
 
@@ -245,6 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = _output_file(args)
     try:
         _check_output(file)
+        if args.plot_throughput:
+            _check_output(_picture_file(file))
         result = uvloop.run(run(args))
     except BenchError as error:
         print(f"bench_serving: {error}", file=sys.stderr)

@@ -113,7 +113,7 @@ def test_invalid_address_is_one_line_and_exit_2(url: str, tmp_path: Path) -> Non
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("name", ["missing/out.jsonl", "."])
+@pytest.mark.parametrize("name", ["missing/out.jsonl", ".", "x" * 256])
 def test_unwritable_output_file_is_refused_before_the_run(name: str, tmp_path: Path) -> None:
     script = Script()
     with mock_server(script) as port:
@@ -121,6 +121,11 @@ def test_unwritable_output_file_is_refused_before_the_run(name: str, tmp_path: P
     assert f"--output-file {name}" in text
     assert "Traceback" not in text
     assert not script.sent_at, "nothing was sent"
+
+
+def test_a_name_too_long_for_the_plot_is_refused_before_the_run(tmp_path: Path) -> None:
+    _, text = bench(9, tmp_path, *IDS, "--output-file", "x" * 255, "--plot-throughput", expect=2)
+    assert ".png: the file cannot be written: File name too long" in text
 
 
 def test_host_may_be_an_ipv6_address(tmp_path: Path) -> None:

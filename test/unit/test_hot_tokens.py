@@ -47,8 +47,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_writes(
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(hot_tokens, "Engine", lambda **options: started.append(options))
-    assert hot_tokens.main(["--output", str(tmp_path)]) == BAD_USE
-    assert f"--output {tmp_path} cannot be written" in capsys.readouterr().err
+    for output in (tmp_path, tmp_path / ("x" * 256)):
+        assert hot_tokens.main(["--output", str(output)]) == BAD_USE
+        assert f"--output {output} cannot be written" in capsys.readouterr().err
     assert not started
 
 

@@ -495,6 +495,7 @@ def test_a_wider_head_and_wrong_values_are_refused(tmp_path: Path, target: Froze
     ("flags", "why"),
     [
         (["--initial-head", "nowhere"], "no model.safetensors"),
+        (["--initial-head", "x" * 300], "no model.safetensors"),
         (["--engines", "0"], "--engines is 0; it must be at least 1"),
         (["--passes", "0"], "--passes is 0; it must be at least 1"),
         (["--joined-share", "1.5"], "--joined-share is 1.5; it must be between 0 and 1"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
+from runtime.small_file import unreadable
 
 
 def check_bounds(args: ServerArgs) -> None:
@@ -30,7 +31,11 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
 
 def check_output(path: Path) -> None:
     """Raise `ConfigError` for an --output that cannot be written, before anything is measured."""
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError(f"--output {path} cannot be written: {unreadable(error)}.") from error
+    if not writable:
         raise ConfigError(f"--output {path} cannot be written. Name a file in an existing folder.")
 
 

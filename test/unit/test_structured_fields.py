@@ -8,8 +8,9 @@ import re
 from typing import Any
 
 import pytest
-from front import ScriptedScheduler, front
+from front import ScriptedScheduler, front, until
 
+from runtime.entrypoints import generations
 from runtime.entrypoints.http.body_schema import read_body
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.protocol import ChatBody, CompletionBody
@@ -166,6 +167,7 @@ REFUSED = [
     (CHAT, {"guided_choice": ["a"]}, "guided_choice"),
     (CHAT, {"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs.grammar"),
     (CHAT, {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}, "tools"),
+    (CHAT, {"functions": [FUNCTION], "function_call": {"name": "f"}}, "functions"),
     (CHAT, {"tools": [{"type": "function", "function": FUNCTION}], "regex": "a"}, "regex"),
     ("/v1/completions", {"prompt": ["a", "b"], "json_schema": SCHEMA}, "json_schema"),
     ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
@@ -182,9 +184,34 @@ def test_a_refused_grammar_is_the_fault_of_its_field(stream: bool) -> None:
             for path, fields, named in REFUSED:
                 chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5} if path in (CHAT, "/v1/messages") else {}
                 answer = await f.post(path, {**chat, **fields, "stream": stream})
-                assert stream or answer.status_code == 400, (path, fields)
+                assert answer.status_code == 400, (path, fields)
                 assert f"The {named} cannot be used: Say why." in answer.text, (path, fields)
-                assert stream or path == "/v1/messages" or answer.json()["error"]["param"] == named, (path, fields)
+                assert path == "/v1/messages" or answer.json()["error"]["param"] == named, (path, fields)
+
+    asyncio.run(check())
+
+
+def test_a_stream_waits_a_limited_time_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations, "REPLY_SECONDS", 0.05)
+
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=0)) as f:
+            asked = asyncio.create_task(f.post("/v1/completions", {"prompt": "x", "regex": "a", "stream": True}))
+            await asyncio.sleep(0.2)
+            await f.post("/abort_request", {"abort_all": True})
+            answer = await asked
+            assert (answer.status_code, answer.text.count("[DONE]")) == (200, 1)
+
+    asyncio.run(check())
+
+
+def test_a_client_that_leaves_before_its_grammar_is_ready_aborts_the_request() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=0)) as f:
+            asked = asyncio.create_task(f.post("/v1/completions", {"prompt": "x", "regex": "a", "stream": True}))
+            await until(lambda: f.manager.open_requests == 1)
+            asked.cancel()
+            await until(lambda: f.manager.open_requests == 0)
 
     asyncio.run(check())
 

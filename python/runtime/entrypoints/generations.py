@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
+from runtime.entrypoints.tasks import cancel
 from runtime.errors import RequestError
 from runtime.managers.generation import Generation, RequestOptions
 from runtime.managers.messages import Finish, TextOut
@@ -17,6 +18,9 @@ from runtime.sampling_params import SamplingParams
 
 MAX_UNREAD = 256
 """Capacity of the queue between the generations of a request and its writer; each generation also has a bound of its own."""
+
+REPLY_SECONDS = 10.0
+"""Longest time that a stream with a grammar waits for its first update: the time in which a grammar is compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +67,19 @@ class Generations:
 
     @classmethod
     async def start(cls, manager: TokenizerManager, call: Call) -> Generations:
-        """Start all generations of a call, or none.
+        """Start all generations of a call, or none. A stream with a grammar starts with its first update, because the status of its
+        answer depends on whether the grammar can be used.
 
         Raises:
-            RequestError: a prompt or parameter is out of bounds, or the call costs too much.
+            RequestError: a prompt or parameter is out of bounds, a grammar cannot be used, or the call costs too much.
             QueueFull, QueuedTokensFull: the queue cannot hold all of them.
         """
         group = cls(call)
         try:
             for (prompt_ids, sampling), rid in zip(await _price(manager, call), call.rids, strict=True):
                 group.each.append(manager.submit(prompt_ids, sampling, call.options, rid, call.name))
+            if call.options.stream and any(sampling.grammar is not None for sampling in call.sampling):
+                await group._replied()
         except BaseException as error:
             group.close()
             if isinstance(error, RequestError):
@@ -90,6 +97,16 @@ class Generations:
         """Abort the generations that still run."""
         for generation in self.each:
             generation.close()
+
+    async def _replied(self) -> None:
+        """Wait at most `REPLY_SECONDS` for the first update of any generation. Raises the error that came instead."""
+        readers = [asyncio.create_task(each.replied()) for each in self.each]
+        try:
+            done, _ = await asyncio.wait(readers, timeout=REPLY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            for reader in done:
+                reader.result()
+        finally:
+            await cancel(*readers)
 
     async def updates(self) -> AsyncGenerator[tuple[int, TextOut], None]:
         """Yield the updates of all generations as they arrive, each with the index of its prompt; raise the first error."""

@@ -77,17 +77,23 @@ class Generation:
         """The next update of one choice: of one step, or of several if the reader is behind. The last one of a choice has a finish
         reason.
         """
-        while not self._updates:
-            if self._error is not None:
-                raise self._error
-            if not self.choice_rids:
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
+        await self.replied()
+        if not self._updates:
+            raise StopAsyncIteration
         index = next(iter(self._updates))
         outs = self._updates.pop(index)
         self.unread -= len(outs)
         return msgspec.structs.replace(TextOut.joined(outs), index=index)
+
+    async def replied(self) -> None:
+        """Wait until there is an update to read, or none will come. Raises the `ServingError` that ended the request early."""
+        while not self._updates:
+            if self._error is not None:
+                raise self._error
+            if not self.choice_rids:
+                return
+            self._changed.clear()
+            await self._changed.wait()
 
     def close(self) -> None:
         """Abort the unfinished choices, if there are any."""

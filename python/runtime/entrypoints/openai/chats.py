@@ -91,7 +91,8 @@ class Chats:
         output = OutputRequest(
             tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel, body.continue_final_message
         )
-        grammar_names = body.grammar_names() if tools.rule == "free" else {str(kind): "tools" for kind in GRAMMAR_KINDS}
+        tools_name = "functions" if body.functions else "tools"
+        grammar_names = body.grammar_names() if tools.rule == "free" else dict.fromkeys(map(str, GRAMMAR_KINDS), tools_name)
         try:
             adapted = self._format.adapt(sampling, output, prompt_ids)
         except GrammarError as error:

@@ -116,6 +116,13 @@ def test_an_empty_sequence_matches_the_empty_text(llguidance: GrammarBackend) ->
     assert [matches(made, text) for text in ("", CALL, "x")] == [True, True, False]
 
 
+def test_an_empty_pattern_keeps_what_follows_it(llguidance: GrammarBackend) -> None:
+    elements = [{"type": "regex", "pattern": ""}, {"type": "const_string", "value": "<t>"}]
+    for kind, alike, others in (("sequence", ["<t>"], ["", "x"]), ("or", ["", "<t>"], ["x"])):
+        made = compiled(llguidance, spec_of("structural_tag", structural({"type": kind, "elements": elements})))
+        assert [matches(made, text) for text in (*alike, *others)] == [*(True for _ in alike), *(False for _ in others)]
+
+
 def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
     made = compiled(llguidance, spec_of("structural_tag", structural(SPECIAL)))
     row = np.zeros(mask_words(VOCAB), dtype=np.int32)

@@ -165,6 +165,8 @@ class LarkWriter:
                 return self._literal(part.value)
             case JsonSchema():
                 return self._json(part.json_schema)
+            case Regex(""):
+                return '""'  # two slashes would begin a comment
             case Regex():
                 return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", part.pattern) + "/"
             case Ebnf():

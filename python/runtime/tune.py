@@ -287,7 +287,7 @@ class Bench:
             until = self.elapsed + left / (len(turns) - i)
             self._answer(worker, trial, size, MAX_ROUNDS, until)
         if not trial.cells:
-            raise ConfigError("--seconds is too short to measure anything. Raise it.")
+            raise ConfigError("--seconds is too short, or --max-new-tokens too small, to measure anything. Raise one of them.")
         return Chains(trial, limits)
 
     def tree(self, args: ServerArgs, shape: tuple[int, int, int], chains: Chains, chain: Plan) -> Plan | None:

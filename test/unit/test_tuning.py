@@ -355,6 +355,7 @@ def test_synthetic_acceptance_is_found_again(command: Callable[..., list[str]], 
         (["--output", "x" * 256], "cannot be written: file name too long"),
         (["--seconds", "nan"], "--seconds above 0"),
         (["--seconds", "1e-9"], "--seconds is too short"),
+        (["--max-new-tokens", "1", "--seconds", "2"], "--max-new-tokens too small"),
         (["--check"], "--check and --dump-config belong to runtime.launch_server"),
     ],
 )

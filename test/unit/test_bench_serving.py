@@ -316,6 +316,12 @@ def test_vocabulary_size_of_a_multimodal_config_is_found(tmp_path: Path) -> None
     assert asyncio.run(open_vocabulary(client, None, str(tmp_path), {})).size == 7
 
 
+def test_a_model_name_too_long_for_a_path_is_no_folder() -> None:
+    client = HttpClient("http://127.0.0.1:1")  # no server
+    with pytest.raises(ValueError, match="pass --tokenizer FOLDER"):
+        asyncio.run(open_vocabulary(client, None, "x" * 300, {}))
+
+
 def test_headers_and_paths_beyond_ascii_are_sent() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

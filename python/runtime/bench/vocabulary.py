@@ -123,7 +123,7 @@ def _vocab_size(info: dict[str, Any], model: str) -> int | None:
     if size := info.get("vocab_size"):
         return int(size)
     for folder in (info.get("model_path"), model):
-        if folder and (file := Path(str(folder)) / "config.json").is_file():
+        if folder and os.path.isfile(file := Path(str(folder)) / "config.json"):
             config = json.loads(file.read_text(encoding="utf-8"))
             return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     return None

@@ -199,7 +199,7 @@ def simulate(load: Load, config: RuntimeConfig, seed: int) -> dict[str, float]:
     }
 
 
-def tables(result: Result) -> str:
+def summary(result: Result) -> str:
     """Each load without waiting, and the change with it."""
     rows, lines = result["rows"], list[list[Any]]()
     for load in dict.fromkeys(row["load"] for row in rows):
@@ -212,7 +212,7 @@ def tables(result: Result) -> str:
     return table(header, lines)
 
 
-render = with_provenance(tables)
+render = with_provenance(summary)
 
 
 def plot(result: Result, file: str) -> None:

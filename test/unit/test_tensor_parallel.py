@@ -21,7 +21,7 @@ from runtime.distributed.agreement import Agreement
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.entrypoints.rank import check_same_model, check_same_weights, with_own_files
 from runtime.errors import ConfigError, RankFailed, RanksDiffer
-from runtime.layers.bounded_head import BoundedHead
+from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
 from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.linear import Linear
 from runtime.layers.lm_head import all_logits, greedy, greedy_by_copy
@@ -111,15 +111,21 @@ def test_two_ranks_generate_the_text_of_one(tmp_path: Path, name: str, sampling:
         assert not worker.parts.target.agreement.differs.item()
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle"])
-def test_greedy_tokens_by_bounds_are_those_of_all_ranks(tmp_path: Path, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = list[int]()
+def counted(rows: list[int]) -> Callable[..., torch.Tensor]:
+    """`TorchOps.greedy_by_copy`, which adds the number of rows of each call to `rows`."""
 
     def greedy_by_copy(
-        ops: TorchOps, x: torch.Tensor, head: BoundedHead, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None
+        ops: TorchOps, x: torch.Tensor, head: HeadWithCopy, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None
     ) -> torch.Tensor:
         rows.append(len(x))
         return ops.greedy(x, head.own, tokens, logits)
+
+    return greedy_by_copy
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle"])
+def test_greedy_tokens_by_bounds_are_those_of_all_ranks(tmp_path: Path, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list[int]()
 
     def bounded_head(ops: TorchOps, head: Linear) -> BoundedHead:
         bounded = BoundedHead(head)
@@ -128,7 +134,7 @@ def test_greedy_tokens_by_bounds_are_those_of_all_ranks(tmp_path: Path, name: st
 
     expected, _ = texts(builder(tmp_path, DRAFTS[name], sizes=[1, 2, 4])())
     monkeypatch.setattr(TorchOps, "bounded_head", bounded_head)
-    monkeypatch.setattr(TorchOps, "greedy_by_copy", greedy_by_copy)
+    monkeypatch.setattr(TorchOps, "greedy_by_copy", counted(rows))
     with ranks(2, builder(tmp_path, DRAFTS[name], sizes=[1, 2, 4], head_bounds=True)) as worker:
         found, _ = texts(worker)
         assert found == expected
@@ -139,19 +145,12 @@ def test_greedy_tokens_by_bounds_are_those_of_all_ranks(tmp_path: Path, name: st
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash"])
 def test_greedy_drafts_come_from_the_head_with_candidates(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list[int]()
-
-    def greedy_by_copy(
-        ops: TorchOps, x: torch.Tensor, head: CandidateHead, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        rows.append(len(x))
-        return ops.greedy(x, head.own, tokens, logits)
-
     algorithm, shape = DRAFTS[name] or ("", {})
     alone = builder(tmp_path, (algorithm, shape))()
     assert next(iter(alone.parts.drafter.models())).runner.model.candidate_head is None
     expected, driver = texts(alone)
     monkeypatch.setattr(TorchOps, "candidate_head", lambda self, head: CandidateHead(head))
-    monkeypatch.setattr(TorchOps, "greedy_by_copy", greedy_by_copy)
+    monkeypatch.setattr(TorchOps, "greedy_by_copy", counted(rows))
     build = builder(tmp_path, (algorithm, {**shape, "draft_candidates": True}))
     found, once = texts(build())
     assert found == expected

@@ -13,6 +13,14 @@ from runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 DEFAULT_LARGEST = 256
+GPU_FLAGS = (
+    "disable_cuda_graph",
+    "disable_draft_extend_cuda_graph",
+    "disable_draft_decode_cuda_graph",
+    "enable_iteration_graph",
+    "enable_head_bounds",
+)
+"""Flags that have no effect on a CPU."""
 
 
 def resolve_graphs(args: ServerArgs, device: DeviceConfig) -> GraphConfig:
@@ -56,10 +64,7 @@ def _no_graphs(args: ServerArgs, device: DeviceConfig) -> str:
     """Why nothing is captured; empty if graphs are captured."""
     if device.device == "cpu":
         # Command lines written for a GPU may have flags without effect on a CPU.
-        for name in (
-            *("disable_cuda_graph", "disable_draft_extend_cuda_graph"),
-            *("disable_draft_decode_cuda_graph", "enable_iteration_graph", "enable_head_bounds"),
-        ):
+        for name in GPU_FLAGS:
             if getattr(args, name):
                 log.warning("%s: no effect because there are no graphs on a CPU", flag_of(name))
         return "CUDA graphs need CUDA, and this server runs on a CPU"

@@ -58,12 +58,9 @@ class Block:
         """
         attention = self.attention
         qkv = attention.project(stream, self.attn_norm) if rows is None else attention.project_rows(rows)
-        if wanted is not None and not len(wanted):
-            attention.write_kv(qkv, context)
-            return Stream(stream.h[:0], in_prompt=stream.in_prompt)
-        attended = attention.attend(qkv, context)
-        if wanted is not None:
-            attended, stream = attended[wanted], Stream(stream.h[wanted], in_prompt=stream.in_prompt)
+        attended, stream = _attend(attention, qkv, stream, context, wanted)
+        if attended is None:
+            return stream
         stream = attention.add_output(attended, stream, self.mlp_norm)
         return self.mlp.forward(stream, self.mlp_norm, next_norm)
 
@@ -100,16 +97,24 @@ class SandwichBlock:
         self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None, *, wanted: torch.Tensor | None = None
     ) -> Stream:
         """The residual stream after the block, perhaps in the same storage. `next_norm` and `wanted`: as for `Block`."""
-        qkv = self.attention.project(stream, self.attn_norm)
-        if wanted is not None and not len(wanted):
-            self.attention.write_kv(qkv, context)
-            return Stream(stream.h[:0], in_prompt=stream.in_prompt)
-        attended = self.attention.attend(qkv, context)
-        if wanted is not None:
-            attended, stream = attended[wanted], Stream(stream.h[wanted], in_prompt=stream.in_prompt)
+        attended, stream = _attend(self.attention, self.attention.project(stream, self.attn_norm), stream, context, wanted)
+        if attended is None:
+            return stream
         output = self.attention.output(attended, stream.in_prompt)
         stream = self.ops.add_normed(output, self.attn_out_norm, stream, self.mlp_norm)
         return self.ops.add_normed(self.mlp.output(stream, self.mlp_norm), self.mlp_out_norm, stream, next_norm, self.factor)
+
+
+def _attend(
+    attention: AttentionLayer, qkv: torch.Tensor, stream: Stream, context: PassContext, wanted: torch.Tensor | None
+) -> tuple[torch.Tensor | None, Stream]:
+    """The attended rows and the stream of the `wanted` tokens. KV is written for all tokens, and the rows are None if none is wanted."""
+    if wanted is None:
+        return attention.attend(qkv, context), stream
+    if not len(wanted):
+        attention.write_kv(qkv, context)
+        return None, Stream(stream.h[:0], in_prompt=stream.in_prompt)
+    return attention.attend(qkv, context)[wanted], Stream(stream.h[wanted], in_prompt=stream.in_prompt)
 
 
 DecoderBlock = Block | SandwichBlock

@@ -61,7 +61,7 @@ OUR_FLAGS = re.findall(
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
     distributed-executor-backend log-format log-slow-requests otlp-traces-endpoint
     speculative-draft-model-quantization enable-iteration-graph speculative-draft-tp-size speculative-tuning disable-fp8-activations
-    disable-iteration-graph disable-draft-head-candidates enable-head-bounds
+    disable-iteration-graph disable-draft-head-candidates disable-head-bounds
     """,
 )
 
@@ -495,7 +495,6 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"cuda_graph_max_bs": 8}, CPU, ["--cuda-graph-max-bs has no effect"]),
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
         ({"disable_cuda_graph": True, "enable_iteration_graph": True}, HOPPER, ["--enable-iteration-graph", "nothing is captured"]),
-        ({"disable_cuda_graph": True, "enable_head_bounds": True}, HOPPER, ["--enable-head-bounds", "nothing is captured"]),
         ({"disable_iteration_graph": True, "enable_iteration_graph": True}, HOPPER, ["--enable-iteration-graph and", "contradict"]),
         ({"cuda_graph_bs": (0, 2)}, HOPPER, ["--cuda-graph-bs"]),
         ({"cuda_graph_bs": (1, 64), "cuda_graph_max_bs": 32}, HOPPER, ["--cuda-graph-max-bs", "64"]),
@@ -637,7 +636,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "disable_shared_experts_fusion": ({"disable_shared_experts_fusion": True}, lambda c: c.model.fuse_shared_experts, False),
     "disable_cuda_graph": ({"disable_cuda_graph": True}, lambda c: c.graphs.cuda_graph_bs, ()),
     "disable_cuda_graph_padding": ({"disable_cuda_graph_padding": True}, lambda c: c.graphs.cuda_graph_padding, False),
-    "enable_head_bounds": ({"enable_head_bounds": True}, lambda c: c.graphs.head_bounds, True),
+    "disable_head_bounds": ({"disable_head_bounds": True}, lambda c: c.graphs.head_bounds, False),
     "enable_iteration_graph": ({"enable_iteration_graph": True}, lambda c: c.graphs.iteration_graph, True),
     "disable_iteration_graph": ({"disable_iteration_graph": True}, lambda c: c.graphs.iteration_graph, False),
     "disable_radix_cache": ({"disable_radix_cache": True}, lambda c: c.cache.radix_cache, False),

@@ -18,7 +18,7 @@ GPU_FLAGS = (
     "disable_draft_extend_cuda_graph",
     "disable_draft_decode_cuda_graph",
     "enable_iteration_graph",
-    "enable_head_bounds",
+    "disable_head_bounds",
 )
 """Flags that have no effect on a CPU."""
 
@@ -26,15 +26,14 @@ GPU_FLAGS = (
 def resolve_graphs(args: ServerArgs, device: DeviceConfig) -> GraphConfig:
     """Choose the batch sizes to capture; none if the device or the attention backend cannot capture."""
     sizes = _sizes(args, device)
-    for name in ("enable_iteration_graph", "enable_head_bounds"):
-        if getattr(args, name) and device.device == "cuda" and not sizes:
-            raise ConfigError(f"{flag_of(name)} has no effect: nothing is captured. Leave it out.")
+    if args.enable_iteration_graph and device.device == "cuda" and not sizes:
+        raise ConfigError("--enable-iteration-graph has no effect: nothing is captured. Leave it out.")
     if args.enable_iteration_graph and args.disable_iteration_graph:
         raise ConfigError("--enable-iteration-graph and --disable-iteration-graph contradict each other. Give one of the two.")
     return GraphConfig(
         cuda_graph_bs=sizes,
         cuda_graph_padding=not args.disable_cuda_graph_padding,
-        head_bounds=args.enable_head_bounds,
+        head_bounds=bool(sizes) and not args.disable_head_bounds,
         iteration_graph=False if args.disable_iteration_graph else args.enable_iteration_graph or None,
     )
 

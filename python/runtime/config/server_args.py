@@ -203,9 +203,9 @@ class ServerArgs:
     """Capture draft decode, verify and draft extend as one graph where possible; default: for models of up to 4B active parameters."""
     disable_iteration_graph: bool = _flag(GRAPHS, False)
     """Capture draft decode, verify and draft extend as separate graphs for every model."""
-    enable_head_bounds: bool = _flag(GRAPHS, False)
-    """Find greedy tokens by a copy of the LM head in int8, half its size, whose scores bound those of the 16-bit weights; on a GPU of the
-    Hopper generation and for batches where that is faster."""
+    disable_head_bounds: bool = _flag(GRAPHS, False)
+    """Find greedy tokens by all 16-bit weights of the LM head. Otherwise a GPU of the Hopper generation has a copy of the LM head in int8,
+    half its size, whose scores bound those of the 16-bit weights, for batches where that is faster."""
     cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N", "--cuda-graph-max-bs-decode", bounds=(1, MAX_GRAPH_SIZE))
     """Largest captured batch size; default: 256, or --max-running-requests if that is smaller."""
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")

@@ -67,6 +67,11 @@ class IterationStages:
         """The graph runners of an iteration that runs as separate graphs."""
         return [self.verifier.runners[depth], *self.drafter.runners(depth)]
 
+    def captured_runners(self, depth: int) -> list[GraphRunner]:
+        """The graph runners whose passes become part of an iteration graph."""
+        greedy = self.verifier.greedy
+        return [*self.runners(depth), *([greedy[depth]] if depth in greedy else [])]
+
     def sizes(self, depth: int) -> list[int]:
         """Batch sizes that get an iteration graph: common sizes for which all its passes have graphs."""
         sizes = set.intersection(*(set(runner.sizes) for runner in self.runners(depth)))
@@ -105,6 +110,8 @@ class IterationGraphs:
         capturable = stages.drafter.spec.capturable and (plans_on_device or not options.cuda)
         sizes = {depth: stages.sizes(depth) for depth in depths} if capturable else {}
         self.runners = {depth: self._make_runner(depth, own, options) for depth, own in sizes.items() if own}
+        for depth in self.runners.keys() & stages.verifier.greedy.keys():
+            stages.verifier.greedy[depth].leave_out()  # the iteration graphs contain its passes
 
     # ---- outside the graph
 
@@ -137,8 +144,8 @@ class IterationGraphs:
 
     def _variant(self, iteration: Iteration) -> str | None:
         """The captured variant that covers an iteration; None if there is none. The greedy one may have no logits."""
-        variant = variant_of(iteration.needs)
-        without_logits = variant == "greedy" and self._stages.verifier.skips_logits(replace(iteration, top_logprobs=-1))
+        variant, verifier = variant_of(iteration.needs), self._stages.verifier
+        without_logits = variant == "greedy" and verifier.can_skip_logits(iteration.depth, iteration.size)
         return "mixed" if without_logits and iteration.top_logprobs >= 0 else variant
 
     def _make_runner(self, depth: int, sizes: list[int], options: GraphOptions) -> GraphRunner:
@@ -166,7 +173,7 @@ class IterationGraphs:
         load_rows(inputs, inputs.named(ROWS.name, size), stages.target.rows)
         state = inputs.rows(size), inputs.kv_lens(size), inputs.last_tokens(size)
         iteration = Iteration(depth, np.full(size, PAD_ROW, dtype=np.int32), *state, bounds, VARIANTS[variant])
-        with eagerly(stages.runners(depth), RunMode.RECORDED):
+        with eagerly(stages.captured_runners(depth), RunMode.RECORDED):
             window = stages.drafter.propose(iteration)
             verify_batch = stages.verifier.fill(iteration, window)
             verified = stages.verifier.run(iteration, verify_batch)

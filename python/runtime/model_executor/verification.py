@@ -12,7 +12,7 @@ from runtime.layers.bounded_head import BOUNDED_ROWS
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.depth import USUAL_STEPS, DepthBatches, thinned
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
-from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec
+from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunMode, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Iteration, VerifyResult
 from runtime.model_executor.ragged_windows import mean_widths
@@ -109,7 +109,7 @@ class Verifier:
             spec = verify_spec(target, shape.at_depth(depth), name, feature_width)
             self.runners[depth] = make(spec, self._forward, runner, batches, True)
             if runner.model.bounded_head is not None:
-                own = replace(batches, captured=[size for size in batches.captured if size * spec.width <= BOUNDED_ROWS])
+                own = replace(batches, captured=thinned([size for size in batches.captured if size * spec.width <= BOUNDED_ROWS]))
                 self.greedy[depth] = make(greedy_spec(spec), self._greedy_forward, runner, own, True)
             if capable and depth == self.ragged_depth:
                 own = replace(batches, captured=thinned([size for size in batches.captured if size >= MIN_REQUESTS]))
@@ -188,11 +188,22 @@ class Verifier:
         """The result buffers with their current contents."""
         return self._result(iteration, self._runner(iteration).outputs(iteration.size), graph=False)
 
+    def score_all_tokens(self) -> None:
+        """Have no passes without logits; before any capture."""
+        for runner in self.greedy.values():
+            runner.leave_out()
+        self.greedy.clear()
+
+    def can_skip_logits(self, depth: int, size: int) -> bool:
+        """Whether passes of `size` requests can find only the most likely tokens: with few rows, if the LM head has bounds."""
+        return depth in self.greedy and size * self.greedy[depth].spec.width <= BOUNDED_ROWS
+
     def skips_logits(self, iteration: Iteration) -> bool:
-        """Whether the pass finds only the most likely tokens: with few rows, if the LM head has bounds and nothing else is needed."""
-        runner = self.greedy.get(iteration.depth)
-        separate = iteration.ragged is None and not iteration.shared_tokens
-        return runner is not None and separate and iteration.greedy_only and runner.has_graph(iteration.size)
+        """Whether the pass finds only the most likely tokens: if nothing else is needed, and it has a graph or is part of one."""
+        depth, size = iteration.depth, iteration.size
+        if iteration.ragged is not None or iteration.shared_tokens or not iteration.greedy_only or not self.can_skip_logits(depth, size):
+            return False
+        return self.greedy[depth].mode is RunMode.RECORDED or self.greedy[depth].has_graph(size)
 
     def _result(self, iteration: Iteration, outputs: Outputs, graph: bool) -> VerifyResult:
         logits, features = outputs.get("logits"), outputs["features"]

@@ -47,7 +47,6 @@ SCRIPTS = {
     "exactness": "The price of exactness in bfloat16",
     "memory_limits": "Memory at its limits",
     "host_cost": "Host time",
-    "prompt_wait": "Prompts that wait for others",
     "compare_commits": "Two checkouts on one machine",
     "drift_alarm": "The drift alarm",
     "grammar": "Structured output",

@@ -46,7 +46,6 @@ ROOT = Path(__file__).resolve().parents[2]
         ("exactness", [], 24),
         ("drift_alarm", [], 38),
         ("host_cost", [], 8),
-        ("prompt_wait", [], 4),
         ("memory_limits", [], 2),
         ("grammar", ["--only", "serving"], 2),
         ("grammar", ["--only", "hostile"], 12),

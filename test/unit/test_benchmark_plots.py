@@ -183,9 +183,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"process": p, "requests": n, "drafts": 3, "checkout": c, "us": 3.0, "parts": {"plan": 0.2} if p == "scheduler" else None}
         for p in ("scheduler", "http") for n in (1, 256) for c in ("base", "this")
     ],
-    "prompt_wait": [
-        {"load": load, "steps": steps, "output_throughput": 100.0 + steps} for load in ("short", "long") for steps in (0, 4)
-    ],
     "compare_commits": [{"mode": "plain", "backend": "fa3", "old": [CHECKOUT], "new": [CHECKOUT]}],
     "grammar": [
         {"what": w, "speculation": "3/1/4", "batch": 16, "tokens_per_second": 30.0, "accept_length": 2.0} for w in ("free", "schema")

@@ -15,7 +15,6 @@ import pytest
 from fake_worker import FakeWorker, alone, logprob, pooled
 from runtime.batch import ScheduleBatch, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.managers import prompt_wait
 from runtime.managers.messages import (
     AbortReq,
     CacheFlushed,
@@ -169,9 +168,7 @@ def storm_prompts(rng: random.Random) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_a_storm_answers_each_request_as_if_alone_and_leaks_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With odd seeds, prompts wait for others whenever one request decodes."""
-    monkeypatch.setattr(prompt_wait, "LEAST_DECODES", 1)
+def test_a_storm_answers_each_request_as_if_alone_and_leaks_nothing(seed: int) -> None:
     rng = random.Random(seed)
     limits, overlap = storm_limits(rng), rng.random() < 0.8
     harness = Harness(
@@ -182,7 +179,6 @@ def test_a_storm_answers_each_request_as_if_alone_and_leaks_nothing(seed: int, m
         radix_cache=rng.random() < 0.8,
         overlap=overlap,
         stream_interval=rng.choice([1, 3]),
-        prefill_delayer_max_delay_passes=seed % 2 * 4,
     )
     prompts, asked, gone = storm_prompts(rng), [], set()
     clients = "abcd" if seed % 2 else "a"

@@ -42,8 +42,7 @@ SGLANG_FLAGS = re.findall(
     model-path tokenizer-path served-model-name host port api-key admin-api-key dtype kv-cache-dtype quantization context-length
     trust-remote-code load-format revision device tp-size nnodes node-rank dist-init-addr dist-timeout
     dp-size enable-dp-attention ep-size mem-fraction-static max-running-requests max-queued-requests
-    max-total-tokens chunked-prefill-size max-prefill-tokens prefill-delayer-max-delay-passes
-    schedule-policy schedule-conservativeness page-size disable-radix-cache
+    max-total-tokens chunked-prefill-size max-prefill-tokens schedule-policy schedule-conservativeness page-size disable-radix-cache
     disable-overlap-schedule enable-mixed-chunk attention-backend sampling-backend grammar-backend speculative-algorithm
     speculative-draft-model-path speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
     speculative-accept-threshold-single speculative-accept-threshold-acc disable-cuda-graph disable-cuda-graph-padding cuda-graph-max-bs
@@ -612,7 +611,6 @@ SAME_NAME: dict[str, object] = {
     "shutdown_timeout": 5.0, "watchdog_timeout": 6.0, "chat_template": "{{ x }}", "device": "cpu", "attention_backend": "flashinfer",
     "sampling_backend": "pytorch", "mem_fraction_static": 0.5, "max_total_tokens": 77, "max_running_requests": 7, "page_size": 32,
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
-    "prefill_delayer_max_delay_passes": 7,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
     "strict_request_fields": True, "protect_metrics": True, "log_level_http": "error", "uds": "/tmp/s",

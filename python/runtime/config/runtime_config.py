@@ -89,7 +89,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler's options.
 
     `max_running_requests` is None if the largest graph decides. `chunked_prefill_size` is -1 if prompts are never split. Sizes are in
-    tokens, time-outs in seconds. `prefill_delayer_max_delay_passes`: the maximum number of decode steps that short prompts wait for others.
+    tokens, time-outs in seconds.
     """
 
     max_running_requests: int | None
@@ -105,7 +105,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool
     mixed_chunk: bool
     stream_interval: int
-    prefill_delayer_max_delay_passes: int = 0
     watchdog_timeout: float
     grammar_backend: GrammarBackendName = "llguidance"
 

@@ -180,8 +180,6 @@ class ServerArgs:
     """Maximum prompt tokens, over all requests, that run before a decode step; default: one chunk on a CPU, 8192 on CUDA."""
     enable_mixed_chunk: bool = _flag(SCHEDULING, False)
     """Run decoding requests in the same pass as prompt chunks; output stalls less, TTFT increases."""
-    prefill_delayer_max_delay_passes: int = _flag(SCHEDULING, 4, "STEPS", bounds=(0, 1 << 16))
-    """Decode steps that short prompts may wait for others, to share a pass, if requests come fast and at least 16 decode."""
     schedule_policy: Literal["fcfs", "lpm"] = _flag(SCHEDULING, "fcfs")
     """Queue order: first come first served, or longest prefix match."""
     schedule_conservativeness: float = _flag(SCHEDULING, 1.0, "FACTOR", bounds=(0.0, 100.0))

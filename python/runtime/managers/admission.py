@@ -75,19 +75,6 @@ class Admission:
 
     # ---- prompts
 
-    def waiting(self, enough: int) -> tuple[int, int]:
-        """How many waiting requests can get a row, and the uncached tokens of their prompts, counted until there are `enough`; with prompts
-        that already run in chunks, `enough`.
-        """
-        if any(req.phase is Phase.PREFILLING for req in self.running):
-            return 1, enough
-        count = tokens = 0
-        for req in self.queue if self.free_rows else ():
-            if count == self.free_rows or tokens >= enough:
-                break
-            count, tokens = count + 1, tokens + req.length - self._cached_len(req)
-        return count, tokens
-
     def plan_prompts(self) -> StepPlan | None:
         """The next prompt step: chunks of admitted prompts, new admissions, and decode rows with `--enable-mixed-chunk`."""
         prefilling = [req for req in self.running if req.phase is Phase.PREFILLING]

@@ -57,11 +57,6 @@ class AttentionGroups:
         for group in self._groups:
             group.retract_for_waiting()
 
-    def waiting(self, enough: int) -> tuple[int, int]:
-        """`Admission.waiting` of all groups: the sum of their prompts, and the most tokens of a group, because groups run together."""
-        counts, tokens = zip(*(group.waiting(enough) for group in self._groups), strict=True)
-        return sum(counts), max(tokens)
-
     def plan_prompts(self) -> list[StepPlan]:
         """The next prompt step, a plan for each group; [] if no group has prompts to run."""
         plans = [group.plan_prompts() for group in self._groups]

@@ -48,7 +48,6 @@ from runtime.managers.messages import (
     TokensOutBatch,
     ToScheduler,
 )
-from runtime.managers.prompt_wait import PromptWait
 from runtime.managers.replies import collect_pooled, collect_prompt_logprobs, failure, refusal, request_info, tokens_out
 from runtime.managers.req import Phase, Req
 from runtime.managers.step_plan import StepPlan
@@ -108,9 +107,7 @@ class Scheduler:
         self._in_flight: deque[tuple[list[StepPlan], Pending]] = deque()  # submitted steps, not read yet, with a plan for each group
         self._common_pages = CommonPages()
         self._overlap = self.limits.overlap and config.overlap
-        enough = min(self.limits.saturating_tokens, self.limits.max_extend_tokens)
-        self._prompt_wait = PromptWait(config.prefill_delayer_max_delay_passes, enough)
-        self._prompt_tokens = self._started = 0  # run since the last decode step, and requests that began
+        self._prompt_tokens = 0  # run since the last decode step
         self._draining = False
         self._failures: deque[float] = deque()
         self._replies: list[TokensOut] = []
@@ -274,12 +271,7 @@ class Scheduler:
             self._collect()
         self.groups.retract_for_waiting()
         starving = self._prompt_tokens >= self._config.max_prefill_tokens and any(group.decoding for group in self.groups)
-        return ([] if starving or self._prompts_wait() else self.groups.plan_prompts()) or self._plan_decode()
-
-    def _prompts_wait(self) -> bool:
-        """Whether prompts wait for others; never where requests decode in the same pass."""
-        decodes = sum(len(group.running) for group in self.groups)
-        return not self.limits.mixed and self._prompt_wait.holds(decodes, self.groups.waiting)
+        return ([] if starving else self.groups.plan_prompts()) or self._plan_decode()
 
     def _plan_decode(self) -> list[StepPlan]:
         """One decode step of all requests; if pages do not suffice, some are retracted. [] if no request decodes."""
@@ -307,11 +299,7 @@ class Scheduler:
         if self.limits.shares_prefixes and not batch.num_prompts:
             batch.shared_tokens = self._common_pages.count([req.pages for req in plans[0].decodes]) * self.limits.page_size
         tokens = max(len(section.token_ids) for section in batch.sections or [batch])
-        self._started += sum(len(plan.new_rows) for plan in plans)
-        self._prompt_tokens += tokens
-        if any(plan.decodes for plan in plans):
-            self._prompt_wait.decoded(self._started)
-            self._prompt_tokens = self._started = 0
+        self._prompt_tokens = 0 if any(plan.decodes for plan in plans) else self._prompt_tokens + tokens
         try:
             pending = self._worker.submit(batch)
         except Exception as error:  # `_step_failed` answers the requests, and raises if steps fail repeatedly

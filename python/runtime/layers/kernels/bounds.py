@@ -61,11 +61,12 @@ def proved_argmax(
     scanned = torch.empty((2, M, SCANS), dtype=torch.int32, device=device)
     slices = dict(K=K, SLICE=min(triton.next_power_of_2(K), SLICE), PDL=pdl, num_warps=4)
     proof = (scores, tokens, left, error)
+    block_m = 1 if M == 1 else max(triton.next_power_of_2(M), 4)  # one kernel for each m bucket
     sizes = dict(ENTRIES=triton.next_power_of_2(entries), GROUPS=triton.next_power_of_2(groups))
     _search_kernel[(groups, M)](bounds, columns, rest, found, left, tiles, KEPT=kept, PDL=pdl, num_warps=1, **options)
     _score_kernel[(entries, M)](found, x, weight, scores, tokens, V, stride, **slices, **options)
     _scan_kernel[(SCANS,)](
-        *proof, x, weight, scanned, M, V, entries, groups, BLOCK_M=triton.next_power_of_2(M), **sizes, **slices, **options
+        *proof, x, weight, scanned, M, V, entries, groups, BLOCK_M=block_m, **sizes, **slices, **options
     )
     _choose_kernel[(M,)](*proof, scanned, out, logits, V, entries, groups, **sizes, SCANS=SCANS, PDL=pdl, num_warps=4, **options)
     return out
@@ -122,7 +123,7 @@ def _score_kernel(found_ptr, x_ptr, weight_ptr, scores_ptr, tokens_ptr, V, strid
         tl.store(tokens_ptr + at, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _scan_kernel(
     scores_ptr, tokens_ptr, left_ptr, error_ptr, x_ptr, weight_ptr, scanned_ptr, M, V, entries, groups,
     BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,

@@ -1,0 +1,139 @@
+"""CUDA C++ kernels on a CPU, for tests: `emulated` replaces their compiler and launches by `cuda.h` and g++."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.layers.kernels import cuda_driver
+
+HEADER = Path(__file__).with_name("cuda.h")
+COMPILER = shutil.which("g++")
+LONGER = {"cvt.rn.f16x2.e4m3x2": "four_e4m3_to_float16", "mbarrier.try_wait": "wait_for_mbarrier"}
+"""Functions of `cuda.h` for asm of several instructions, by one of them."""
+PAGE = mmap.PAGESIZE
+
+
+class EmulatedKernel:
+    """Has the interface of `cuda_driver.Kernel`."""
+
+    def __init__(self, launch: Any, threads: int) -> None:
+        self._launch, self._threads = launch, threads
+
+    def __call__(self, blocks: int, args: tuple[Any, ...], pdl: bool) -> None:
+        held = [_parameter(arg) for arg in args]
+        self._launch(blocks, self._threads, (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held)))
+
+
+def _parameter(arg: Any) -> Any:
+    if arg is None or isinstance(arg, torch.Tensor):
+        return ctypes.c_void_p(None if arg is None else arg.data_ptr())
+    return ctypes.c_int(arg) if isinstance(arg, int) else arg
+
+
+@contextmanager
+def emulated(folder: Path, modules: list[Any], multiprocessors: int) -> Iterator[None]:
+    """Let the kernels of `modules` run on the CPU, as if the device had this many multiprocessors. `folder`: for compiled programs."""
+    device = SimpleNamespace(multi_processor_count=multiprocessors)
+
+    def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared_bytes: int) -> EmulatedKernel:
+        assert cluster == 1, "clusters are not emulated"
+        return EmulatedKernel(compiled(source, name, folder), threads)
+
+    def forget() -> None:
+        for module in modules:
+            module._kernel.cache_clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_driver, "compile_kernel", compile_kernel)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+        forget()
+        yield
+    forget()
+
+
+def compiled(source: str, name: str, folder: Path) -> Any:
+    """The launch function of a program's kernel."""
+    program = host_source(source)
+    known = set(re.findall(r"\w+", HEADER.read_text(encoding="utf-8")))
+    others = sorted(set(re.findall(r"emulation::(\w+)\(", program)) - known)
+    failures = "\n".join(f'template <class... T> void {other}(T&&...) {{ fail("{other} is not emulated"); }}' for other in others)
+    text = f'#include "{HEADER}"\nnamespace emulation {{\n{failures}\n}}\n{program}\n{_launcher(source, name)}'
+    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+    if not library.exists():
+        file = library.with_suffix(".cpp")
+        file.write_text(text, encoding="utf-8")
+        subprocess.run([COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", library, file], check=True)
+    return ctypes.CDLL(str(library)).emulated_launch
+
+
+def host_source(source: str) -> str:
+    """The program with calls of functions in `cuda.h` instead of asm."""
+    source = re.sub(r"extern __shared__ [^;]*\bshared\[\];", "", source)
+    out, at = [], 0
+    for found in re.finditer(r"\basm\s*(?:volatile)?\s*\(", source):
+        end = _closing(source, found.end() - 1)
+        out += [source[at : found.start()], _call(source[found.end() : end])]
+        at = end + 1
+    return "".join([*out, source[at:]])
+
+
+def _closing(text: str, opening: int) -> int:
+    """The position of the parenthesis that closes the one at `opening`."""
+    depth, quoted = 0, False
+    for i in range(opening, len(text)):
+        if text[i] == '"':
+            quoted = not quoted
+        depth += 0 if quoted else (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    raise ValueError("unbalanced parentheses")
+
+
+def _call(asm: str) -> str:
+    """The call for the content of one asm statement."""
+    literal = re.match(r'\s*((?:"[^"]*"\s*)+)', asm)
+    assert literal is not None
+    template = re.sub(r'"\s*"', "", literal[1]).strip().strip('"')
+    operands, at = [], literal.end()
+    for found in re.finditer(r'"[=+]?[a-z]+"\s*\(', asm):
+        if found.start() >= at:
+            at = _closing(asm, found.end() - 1)
+            operands.append(asm[found.end() : at])
+    longer = next((name for part, name in LONGER.items() if part in template), None)
+    opcode = re.match(r"[\w.:]+", template)
+    name = longer or (re.sub(r"[.:]", "_", opcode[0]) if opcode else "several_instructions" if template else "nothing")
+    return f"emulation::{name}({', '.join(operands)})"
+
+
+def _launcher(source: str, name: str) -> str:
+    head = re.search(rf'extern "C" __global__ void[^{{;]*?\b{name}\(', source)
+    assert head is not None
+    listed = source[head.end() : _closing(source, head.end() - 1)]
+    types = [re.sub(r"\s*\b\w+\s*$", "", part) for part in listed.split(",")]
+    args = ", ".join(f"*(std::remove_const_t<{kind}>*)args[{i}]" for i, kind in enumerate(types))
+    call = f"emulation::launch(blocks, threads, [&] {{ {name}({args}); }});"
+    return f'extern "C" void emulated_launch(int blocks, int threads, void** args) {{ {call} }}'
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that ends where the process may not read."""
+    size = tensor.numel() * tensor.element_size()
+    space = mmap.mmap(-1, -(-size // PAGE) * PAGE + PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(space))
+    ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + len(space) - PAGE), PAGE, 0)
+    first = (len(space) - PAGE - size) // 16 * 16  # kernels read vectors of 16 bytes
+    copied = torch.frombuffer(space, dtype=torch.uint8, count=size, offset=first).view(tensor.dtype).view(tensor.shape)
+    return copied.copy_(tensor)

@@ -1,4 +1,4 @@
-"""The GEMM that prefetches its weights into shared memory, and when the autotuner times it."""
+"""GEMMs that prefetch their weights into shared memory, and when the autotuner times them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,51 @@ def test_resident_weights_compute_the_same_gemm(N: int, K: int, rows: int) -> No
         assert ((narrow[:rows].double() - normed).norm() / normed.norm()) < 1e-2
         assert out[rows].isnan().all()
         assert narrow[rows].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 13, 16])
+@pytest.mark.parametrize(("name", "N", "K"), [
+    *((name, N, K) for name in ("block", "row") for N, K in ((5120, 2048), (2048, 4096), (2048, 2080), (1536, 3072))),
+    ("bfloat16", 5120, 768), ("bfloat16", 3072, 1088), ("bfloat16", 1344, 2048),
+])  # fmt: skip
+def test_fully_resident_weights_compute_the_same_gemm(name: str, N: int, K: int, rows: int) -> None:
+    from runtime.layers.gemm.fully_resident_gemm import fully_resident_config, fully_resident_gemm, supports
+
+    x, weight, scale = torch.randn((rows, K), device="cuda").to(BF16), torch.randn((N, K), device="cuda") * 50, None
+    weight = weight.to(BF16 if name == "bfloat16" else torch.float8_e4m3fn)
+    wide = weight.double()
+    if name == "row":
+        scale = torch.rand(N, device="cuda") / 50
+        wide *= scale.double()[:, None]
+    if name == "block":
+        scale = torch.rand((-(-N // 128), -(-K // 128)), device="cuda") / 50
+        wide *= scale.double().repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+    if not supports(weight, scale):
+        pytest.skip("needs compute capability 9 and NVRTC")
+    config = fully_resident_config(weight, rows, torch.cuda.get_device_properties(0).multi_processor_count)
+    assert config is not None
+    want, bias, eps = x.double() @ wide.T, torch.randn(N, device="cuda").to(BF16), 0.25
+    squares, gain = torch.rand((rows, 150), device="cuda") * K, torch.randn(N, device="cuda").to(BF16)
+    normed = want / (squares.double().sum(1) / K + eps).sqrt()[:, None]
+    for pdl in (False, True):
+        out = torch.full((rows + 1, N), float("nan"), device="cuda")
+        fully_resident_gemm(x, weight, out[:rows], config, Epilogue(bias=bias), weight_scale=scale, pdl=pdl)
+        assert ((out[:rows].double() - want - bias.double()).norm() / want.norm()) < 1e-5
+        fully_resident_gemm(x, weight, out[:rows], config, weight_scale=scale, pdl=pdl)
+        fully_resident_gemm(x, weight, out[:rows], config, Epilogue(add=True), weight_scale=scale, pdl=pdl)
+        assert ((out[:rows].double() - 2 * want).norm() / want.norm()) < 1e-5
+        narrow = torch.full((rows + 1, N), float("nan"), device="cuda", dtype=BF16)
+        fully_resident_gemm(x, weight, narrow[:rows], config, Epilogue(scale=RowScale(squares, eps)), weight_scale=scale, pdl=pdl)
+        assert ((narrow[:rows].double() - normed).norm() / normed.norm()) < 1e-2
+        assert out[rows].isnan().all()
+        assert narrow[rows].isnan().all()
+        if config.tall == 1:
+            parts = config.parts(N)
+            deferred = DeferredNorm(gain, torch.empty((rows, N), device="cuda", dtype=BF16), torch.empty((rows, parts), device="cuda"))
+            fully_resident_gemm(x, weight, out[:rows], config, Epilogue(add=True, deferred=deferred), weight_scale=scale, pdl=pdl)
+            assert torch.equal(deferred.scaled, (out[:rows] * gain.float()).to(BF16))
+            exact = out[:rows].double().square().reshape(rows, parts, -1).sum(2)
+            torch.testing.assert_close(deferred.squares.double(), exact, rtol=1e-5, atol=0)
 
 
 def test_rows_do_not_depend_on_each_other() -> None:

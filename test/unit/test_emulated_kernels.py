@@ -9,7 +9,7 @@ import torch
 
 from emulated import COMPILER, emulated, guarded
 from runtime.config.kernel_configs import FragmentConfig
-from runtime.layers.gemm import fragment_gemm, resident_gemm
+from runtime.layers.gemm import fragment_gemm, fully_resident_gemm, resident_gemm
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 
@@ -20,7 +20,7 @@ SMS = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with emulated(tmp_path_factory.mktemp("kernels"), [fragment_gemm, resident_gemm], SMS):
+    with emulated(tmp_path_factory.mktemp("kernels"), [fragment_gemm, fully_resident_gemm, resident_gemm], SMS):
         yield
 
 
@@ -62,3 +62,62 @@ def test_resident_weights_compute_the_same_gemm(rows: int) -> None:
     resident_gemm.resident_gemm(x, weight, out, config, Epilogue(add=True, deferred=deferred))
     assert relative(out, normed + want) < 1e-5
     assert torch.equal(deferred.scaled, (out * gain.float()).to(BF16))
+
+
+FORMATS = ("bfloat16", "e4m3 by block", "e4m3 by row")
+
+
+def of_format(name: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Weights, the scales of e4m3 weights, and what they represent in float64."""
+    if name == "bfloat16":
+        weight = torch.randn((N, K)).to(BF16)
+        return guarded(weight), None, weight.double()
+    weight, scale, wide = scaled(N, K, (32, 128) if name == "e4m3 by block" else (1, K))
+    return weight, scale if name == "e4m3 by block" else scale.flatten(), wide
+
+
+@pytest.mark.parametrize(("N", "K"), [(80, 720), (160, 1024), (64, 2048)], ids=["one and two units", "two and three", "one each"])
+@pytest.mark.parametrize(("rows", "name"), [(1, FORMATS[0]), (13, FORMATS[0]), (1, FORMATS[1]), (3, FORMATS[2]), (13, FORMATS[1])])
+def test_fully_resident_weights_compute_the_same_gemm(N: int, K: int, rows: int, name: str) -> None:
+    (weight, scale, wide), eps = of_format(name, N, K), 0.25
+    x, bias = guarded(torch.randn((rows, K)).to(BF16)), guarded(torch.randn(N).to(BF16))
+    config = fully_resident_gemm.fully_resident_config(weight, rows, SMS)
+    assert config is not None
+    want, squares, gain = x.double() @ wide.T, torch.rand((rows, 150)) * K, torch.randn(N).to(BF16)
+    normed = want / (squares.double().sum(1) / K + eps).sqrt()[:, None]
+
+    def run(out: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+        return fully_resident_gemm.fully_resident_gemm(x, weight, out, config, epilogue, weight_scale=scale)
+
+    out = run(guarded(torch.full((rows, N), float("nan"))), Epilogue(bias=bias))
+    assert relative(out, want + bias.double()) < 1e-5
+    assert relative(run(out, Epilogue(add=True)), 2 * want + bias.double()) < 1e-5
+    narrow = run(guarded(torch.full((rows, N), float("nan"), dtype=BF16)), Epilogue(scale=RowScale(squares, eps)))
+    assert relative(narrow, normed) < 5e-3
+    if config.tall == 1:
+        deferred = DeferredNorm(gain, torch.empty((rows, N), dtype=BF16), torch.empty((rows, config.parts(N))))
+        out = run(torch.zeros((rows, N)), Epilogue(add=True, deferred=deferred))
+        assert torch.equal(deferred.scaled, (out * gain.float()).to(BF16))
+        exact = out.double().square().reshape(rows, config.parts(N), -1).sum(2)
+        torch.testing.assert_close(deferred.squares.double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS[:2])
+def test_a_row_of_fully_resident_weights_does_not_depend_on_others(name: str) -> None:
+    (weight, scale, _), x = of_format(name, 80, 720), torch.randn((16, 720)).to(BF16)
+    config, gemm = fully_resident_gemm.fully_resident_config(weight, 16, SMS), fully_resident_gemm.fully_resident_gemm
+    assert config is not None
+    outs = [gemm(x[:M], weight, torch.empty((M, 80)), config, weight_scale=scale) for M in (1, 2, 7, 9, 16)]
+    assert all(torch.equal(out, outs[-1][: len(out)]) for out in outs)
+
+
+def test_large_weights_are_not_resident() -> None:
+    def fits(N: int, K: int, rows: int, dtype: torch.dtype = torch.float8_e4m3fn) -> bool:
+        return fully_resident_gemm.fully_resident_config(torch.empty((N, K), dtype=dtype), rows, 132) is not None
+
+    assert fits(5120, 2048, 16)
+    assert fits(5120, 768, 16, BF16)
+    assert not fits(10240, 5120, 1)
+    assert not fits(6144, 4096, 1, BF16)
+    assert not fits(2056, 2048, 1)
+    assert not fits(2048, 2048, 17)

@@ -76,6 +76,26 @@ class ResidentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FullyResidentConfig:
+    """The tiling of the fully resident GEMM: one block per SM of up to `tall` times 16 weight rows, whose columns `warps` warps split.
+
+    Attributes:
+        share: stages of each warp for 16 rows, of 64 columns in bfloat16 and 128 in e4m3.
+    """
+
+    warps: int
+    share: int
+    tall: int
+
+    def parts(self, weight_rows: int) -> int:
+        """How many partial sums of squares a GEMM with `weight_rows` rows of weights writes per row of output."""
+        return weight_rows // 16
+
+    def __str__(self) -> str:
+        return f"fully resident {16 * self.tall} warps {self.warps} share {self.share}"
+
+
+@dataclass(frozen=True, slots=True)
 class WideningConfig:
     """The tiling of the widening GEMM: blocks of 128 weight rows.
 

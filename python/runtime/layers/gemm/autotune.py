@@ -18,9 +18,10 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from runtime.config.device_tuning import DeviceTuning
-from runtime.config.kernel_configs import ResidentConfig
 from runtime.layers.gemm.few_rows_output import MAX_ROWS as FEW_ROWS
 from runtime.layers.gemm.fragment_gemm import supports as fragments_support
+from runtime.layers.gemm.fully_resident_gemm import fully_resident_config
+from runtime.layers.gemm.fully_resident_gemm import supports as can_be_fully_resident
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, takes_kernels
 from runtime.layers.gemm.many_rows import GemmSize, many_rows_config, split_config
 from runtime.layers.gemm.resident_gemm import resident_config
@@ -62,8 +63,12 @@ class GemmGroup:
 
     @property
     def takes_residents(self) -> bool:
-        """Whether the resident GEMM, which prefetches its weights into shared memory, supports it."""
-        return self.gemm.op in SPLITTABLE and self.rows <= FEW_ROWS and can_be_resident(self.gemm.linear.weight)
+        """Whether a resident GEMM, which prefetches its weights into shared memory, supports it."""
+        if self.gemm.op not in SPLITTABLE or self.rows > FEW_ROWS:
+            return False
+        if self.gemm.linear.is_scaled:
+            return _takes_bfloat16(self.gemm, lambda weight, scale, _: can_be_fully_resident(weight, scale))
+        return can_be_resident(self.gemm.linear.weight)
 
     @property
     def behind_pause(self) -> bool:
@@ -122,17 +127,24 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
     return None, *found, *_resident_configs(group, num_sms)
 
 
-def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, ...]:
-    """The tiling of the resident GEMM, which prefetches its weights into shared memory while attention runs.
+def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[GemmChoice, ...]:
+    """The tilings of GEMMs that prefetch their weights into shared memory while the preceding kernel is running.
 
-    It is also a candidate for other GEMMs with at most one block per SM, because its warps split K, while other kernels with that few
-    blocks process K sequentially.
+    The resident GEMM, in bfloat16, is a candidate behind attention, and for other GEMMs with at most one block per SM, because its warps
+    split K, while other kernels with that few blocks process K sequentially. The fully resident GEMM is one in e4m3, and in bfloat16 where
+    blocks have several units of rows, but not if a deferred norm needs the squares of each unit.
     """
     if not group.takes_residents:
         return ()
-    linear = group.gemm.linear
-    config = resident_config(linear.out_features, linear.in_features, num_sms)
-    return () if config is None or (config.blocks > 1 and not group.gemm.after_attention) else (config,)
+    linear, op = group.gemm.linear, group.gemm.op
+    full = fully_resident_config(linear.weight, group.rows, num_sms)
+    if full is not None and op == "linear_add" and full.tall > 1:
+        full = None
+    if linear.is_scaled:
+        return () if full is None else (full,)
+    part = resident_config(linear.out_features, linear.in_features, num_sms)
+    found: tuple[GemmChoice, ...] = () if part is None or (part.blocks > 1 and not group.gemm.after_attention) else (part,)
+    return found if full is None or full.tall == 1 else (*found, full)
 
 
 def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
@@ -143,7 +155,7 @@ def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> 
         found += tuning.fragment_configs(rows)
     if _takes_bfloat16(group.gemm, widening_supports):
         found += widening_configs(rows, linear.out_features, linear.in_features, num_sms, tuning)
-    return found
+    return *found, *_resident_configs(group, num_sms)
 
 
 def _takes_bfloat16(gemm: Gemm, supports: Callable[[torch.Tensor, torch.Tensor, bool], bool]) -> bool:

@@ -12,12 +12,12 @@ constexpr int COUNT = TOKENS * OUTPUTS, EACH = (COUNT + THREADS - 1) / THREADS; 
 constexpr int OWN = (TOKENS + WARPS - 1) / WARPS;                                // tokens whose squares a warp sums
 constexpr int SQUARES = SCALE ? 4 : 0;                                           // that a lane loads before it multiplies
 
-// The epilogue state of a thread. `M`: tokens; `columns`: of `out`, of which the block computes OUTPUTS from `first` on.
+// The epilogue state of a thread. `M`: tokens; `columns`: of `out`, of which the block computes `own` from `first` on.
 struct Output {
     float squares[OWN][SQUARES + 1], before[EACH];
 
     // Loads what does not depend on the sums.
-    __device__ __forceinline__ void load(const Norms& norms, const void* out, int M, int columns, int first) {
+    __device__ __forceinline__ void load(const Norms& norms, const void* out, int M, int columns, int first, int own = OUTPUTS) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         #pragma unroll
         for (int j = 0; j < OWN; j++)
@@ -29,7 +29,7 @@ struct Output {
         #pragma unroll
         for (int k = 0; k < EACH; k++) {
             const int i = k * THREADS + threadIdx.x, token = i / OUTPUTS;
-            before[k] = WRITE == 2 && token < M ? ((const float*)out)[(long)token * columns + first + i % OUTPUTS] : 0.0f;
+            before[k] = WRITE == 2 && token < M && i % OUTPUTS < own ? ((const float*)out)[(long)token * columns + first + i % OUTPUTS] : 0.0f;
         }
     }
 
@@ -48,7 +48,7 @@ struct Output {
 
     // Adds up the sums that the warps have written with `leave`, `apart` floats from warp to warp, and stores the results. `width`: columns of x.
     __device__ __forceinline__ void store(
-        const float* sums, int apart, int width, const Norms& norms, void* out, const u16* bias, int M, int columns, int first
+        const float* sums, int apart, int width, const Norms& norms, void* out, const u16* bias, int M, int columns, int first, int own = OUTPUTS
     ) const {
         __shared__ float factor[TOKENS];
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -76,9 +76,9 @@ struct Output {
                 sum += sums[other * apart + at];
                 if (GATED) up += sums[other * apart + at + 8];
             }
-            const bool in = token < M;
+            const bool in = token < M && o < own;
             if (SCALE && in) sum *= factor[token], up *= factor[token];
-            if (BIAS) sum += of_bf16(bias[column]), up += GATED ? of_bf16(bias[columns + column]) : 0.0f;
+            if (BIAS && o < own) sum += of_bf16(bias[column]), up += GATED ? of_bf16(bias[columns + column]) : 0.0f;
             if (GATED) sum = activate(sum, up, 0.0f, 0.0f);
             sum += before[k];
             const long place = (long)token * columns + column;

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from runtime.config.kernel_configs import FragmentConfig, ResidentConfig, TritonConfig, WideningConfig
+from runtime.config.kernel_configs import FragmentConfig, FullyResidentConfig, ResidentConfig, TritonConfig, WideningConfig
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.fragment_gemm import fragment_gemm
+from runtime.layers.gemm.fully_resident_gemm import fully_resident_gemm
 from runtime.layers.gemm.resident_gemm import resident_gemm
 from runtime.layers.gemm.triton_gemm import triton_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
@@ -18,7 +19,7 @@ def fused_gemm(
     x: torch.Tensor,
     linear: Linear,
     out: torch.Tensor | None,
-    choice: TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | WideningConfig,
+    choice: TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | FullyResidentConfig | WideningConfig,
     epilogue: Epilogue,
     pdl: bool,
 ) -> None:
@@ -32,6 +33,9 @@ def fused_gemm(
     elif isinstance(choice, ResidentConfig):
         assert out is not None, "the GEMM with resident weights has no argmax"
         resident_gemm(x, weight, out, choice, epilogue, pdl=pdl)
+    elif isinstance(choice, FullyResidentConfig):
+        assert out is not None, "the GEMM with fully resident weights has no argmax"
+        fully_resident_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)
     else:
         assert out is not None, "fragment GEMMs have no argmax"
         assert scale is not None, "fragment GEMMs need e4m3 weights"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from runtime.config.device_tuning import DeviceTuning
-from runtime.config.kernel_configs import FragmentConfig, ResidentConfig, TritonConfig, WideningConfig
+from runtime.config.kernel_configs import FragmentConfig, FullyResidentConfig, ResidentConfig, TritonConfig, WideningConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.gemm.gemm import GemmKey
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig
 
-GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | WideningConfig | None
+GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | FullyResidentConfig | WideningConfig | None
 """How a GEMM is computed: by a kernel with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
 
 

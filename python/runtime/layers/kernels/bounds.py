@@ -65,9 +65,7 @@ def proved_argmax(
     sizes = dict(ENTRIES=triton.next_power_of_2(entries), GROUPS=triton.next_power_of_2(groups))
     _search_kernel[(groups, M)](bounds, columns, rest, found, left, tiles, KEPT=kept, PDL=pdl, num_warps=1, **options)
     _score_kernel[(entries, M)](found, x, weight, scores, tokens, V, stride, **slices, **options)
-    _scan_kernel[(SCANS,)](
-        *proof, x, weight, scanned, M, V, entries, groups, BLOCK_M=block_m, **sizes, **slices, **options
-    )
+    _scan_kernel[(SCANS,)](*proof, x, weight, scanned, M, V, entries, groups, BLOCK_M=block_m, **sizes, **slices, **options)
     _choose_kernel[(M,)](*proof, scanned, out, logits, V, entries, groups, **sizes, SCANS=SCANS, PDL=pdl, num_warps=4, **options)
     return out
 

@@ -1,4 +1,4 @@
-// Stages of an expert's weights. A stage has 128 bytes of each of 16 rows with their scales in shared memory; a warp copies and multiplies it
+// Stages of weights, of an expert or of a layer. A stage has 128 bytes of each of 16 rows with their scales in shared memory; a warp copies and multiplies it
 // with the functions of `fragments.cu`. MXFP4 weights stay in core matrices: eight of the first eight rows, then eight of the others.
 //
 // Constants from the host, in addition to those of `fragments.cu`: EVEN (whether the columns fill whole stages).

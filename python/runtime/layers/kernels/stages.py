@@ -1,4 +1,4 @@
-"""Sizes of the shared-memory stages of experts' weights in CUDA kernels (`stages.cu`)."""
+"""Sizes of the shared-memory stages of weights in CUDA kernels (`stages.cu`)."""
 
 from __future__ import annotations
 

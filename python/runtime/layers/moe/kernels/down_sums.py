@@ -11,9 +11,9 @@ import torch
 from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.gemm.deferred_norm import DeferredNorm, deferred_buffers
 from runtime.layers.kernels import cuda_driver, fragments
+from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument
-from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
 
 MOST_PAIRS = 32
 """Maximum pairs of token and expert: a warp keeps them in registers."""

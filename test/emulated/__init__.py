@@ -21,13 +21,21 @@ from runtime.layers.kernels import cuda_driver
 
 HEADER = Path(__file__).with_name("cuda.h")
 COMPILER = shutil.which("g++")
-LONGER = {"cvt.rn.f16x2.e4m3x2": "four_e4m3_to_float16", "mbarrier.try_wait": "wait_for_mbarrier"}
-"""Functions of `cuda.h` for asm of several instructions, by one of them."""
+OTHERS = {
+    "cvt.rn.f16x2.e4m3x2": "four_e4m3_to_float16",
+    "mbarrier.try_wait": "wait_for_mbarrier",
+    "%%cluster_ctarank": "rank_of_block",
+    "%%cluster_nctarank": "blocks_of_cluster",
+    "%%clusterid": "number_of_cluster",
+}
+"""Functions of `cuda.h` for other asm than one instruction, by a part of it."""
 PAGE = mmap.PAGESIZE
 
 
 class EmulatedKernel:
     """Has the interface of `cuda_driver.Kernel`."""
+
+    clusters_at_once = 0
 
     def __init__(self, launch: Any, threads: int) -> None:
         self._launch, self._threads = launch, threads
@@ -49,12 +57,12 @@ def emulated(folder: Path, modules: list[Any], multiprocessors: int) -> Iterator
     device = SimpleNamespace(multi_processor_count=multiprocessors)
 
     def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared_bytes: int) -> EmulatedKernel:
-        assert cluster == 1, "clusters are not emulated"
+        assert cluster == 1, "clusters of several blocks are not emulated"
         return EmulatedKernel(compiled(source, name, folder), threads)
 
     def forget() -> None:
         for module in modules:
-            module._kernel.cache_clear()
+            getattr(module, "_kernels", module._kernel).cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_driver, "compile_kernel", compile_kernel)
@@ -112,9 +120,9 @@ def _call(asm: str) -> str:
         if found.start() >= at:
             at = _closing(asm, found.end() - 1)
             operands.append(asm[found.end() : at])
-    longer = next((name for part, name in LONGER.items() if part in template), None)
+    other = next((name for part, name in OTHERS.items() if part in template), None)
     opcode = re.match(r"[\w.:]+", template)
-    name = longer or (re.sub(r"[.:]", "_", opcode[0]) if opcode else "several_instructions" if template else "nothing")
+    name = other or (re.sub(r"[.:]", "_", opcode[0]) if opcode else "several_instructions" if template else "nothing")
     return f"emulation::{name}({', '.join(operands)})"
 
 

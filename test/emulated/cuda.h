@@ -2,7 +2,7 @@
 //
 // Lanes of a warp meet at each collective instruction, and threads of a block at __syncthreads. What cp.async copies is garbage until the thread
 // waits for it, so that a missing wait changes results. Vectors that are not aligned end the process, as reads past a guarded tensor do.
-// Clusters, TMA and WGMMA are not emulated: a kernel that uses another instruction ends the process.
+// A cluster has one block; TMA and WGMMA are not emulated. A kernel that uses another instruction ends the process.
 
 #include <ucontext.h>
 
@@ -116,10 +116,12 @@ inline unsigned short bfloat16_of(float x) {
 
 // ---- the instructions that programs contain as asm, named after their opcode
 
-inline void nothing(unsigned&) {}
+template <class... T> void nothing(T&...) {}
 inline void griddepcontrol_launch_dependents() {}
 inline void griddepcontrol_wait() {}
+inline void prefetch_global_L2(const void*) {}
 inline void ex2_approx_ftz_f32(float& out, float x) { out = std::exp2(x); }
+inline void rsqrt_approx_ftz_f32(float& out, float x) { out = 1 / std::sqrt(x); }
 
 template <class Widen> void multiply(float& s0, float& s1, float& s2, float& s3, const unsigned (&own)[6], Widen widen) {
     struct Operands { unsigned words[6]; } mine, all[WARP];
@@ -179,6 +181,23 @@ inline void st_global_v4_u32(void* at, unsigned x, unsigned y, unsigned z, unsig
 inline void ld_shared_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, unsigned at) {
     ld_global_nc_L1__no_allocate_v4_u32(x, y, z, w, of_shared(at));
 }
+inline void ld_global_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, const void* at) {
+    ld_global_nc_L1__no_allocate_v4_u32(x, y, z, w, at);
+}
+inline void st_shared_v4_u32(unsigned at, unsigned x, unsigned y, unsigned z, unsigned w) { st_global_v4_u32(of_shared(at), x, y, z, w); }
+template <int COUNT> void load_transposed(unsigned* const (&out)[COUNT], unsigned row) {
+    unsigned rows[WARP];
+    exchange(row, rows);
+    const int g = current->lane / 4, t = current->lane % 4;
+    for (int i = 0; i < COUNT; i++) {
+        const unsigned short low = ((unsigned short*)of_shared(rows[8 * i + 2 * t]))[g], high = ((unsigned short*)of_shared(rows[8 * i + 2 * t + 1]))[g];
+        *out[i] = low | (unsigned)high << 16;
+    }
+}
+inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(unsigned& x, unsigned& y, unsigned& z, unsigned& w, unsigned row) {
+    load_transposed<4>({&x, &y, &z, &w}, row);
+}
+inline void ldmatrix_sync_aligned_m8n8_x2_trans_shared_b16(unsigned& x, unsigned& y, unsigned row) { load_transposed<2>({&x, &y}, row); }
 inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(unsigned& x, unsigned& y, unsigned& z, unsigned& w, unsigned row) {
     unsigned rows[WARP];
     exchange(row, rows);
@@ -207,13 +226,30 @@ inline void cp_async_wait_group(int pending) {  // the last group is the open on
 }
 inline void cp_async_wait_all() { cp_async_commit_group(), cp_async_wait_group(0); }
 
-struct Barrier { unsigned short count, pending; unsigned phase; };
+struct Barrier { unsigned char count, pending; short phase; int bytes; };
 inline Barrier& barrier_at(unsigned at) { return *(Barrier*)of_shared(at); }
-inline void mbarrier_init_shared__cta_b64(unsigned at, unsigned count) { barrier_at(at) = {(unsigned short)count, (unsigned short)count, 0}; }
-inline void mbarrier_arrive_shared__cta_b64(unsigned at) {
+inline void mbarrier_init_shared__cta_b64(unsigned at, unsigned count) { barrier_at(at) = {(unsigned char)count, (unsigned char)count, 0, 0}; }
+inline void count(unsigned at, int arrivals, int bytes) {
     Barrier& barrier = barrier_at(at);
     progress++;
-    if (--barrier.pending == 0) barrier.pending = barrier.count, barrier.phase++;
+    barrier.pending -= arrivals, barrier.bytes += bytes;
+    if (barrier.pending == 0 && barrier.bytes == 0) barrier.pending = barrier.count, barrier.phase++;
+}
+inline void mbarrier_arrive_shared__cta_b64(unsigned at) { count(at, 1, 0); }
+inline void mbarrier_arrive_expect_tx_shared__cta_b64(unsigned at, unsigned bytes) { count(at, 1, (int)bytes); }
+inline void fence_mbarrier_init_release_cluster() {}
+
+// A cluster is one block.
+inline void rank_of_block(unsigned& out) { out = 0; }
+inline void blocks_of_cluster(unsigned& out) { out = 1; }
+inline void number_of_cluster(unsigned& out) { out = block_index.x; }
+inline void mapa_shared__cluster_u32(unsigned& out, unsigned address, unsigned) { out = address; }
+inline void barrier_cluster_arrive_relaxed() {}
+inline void barrier_cluster_arrive_release() {}
+inline void barrier_cluster_wait_acquire() { meet(block, threads_left); }
+inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_v2_f32(unsigned to, float x, float y, unsigned at) {
+    *(float2*)of_shared(to) = {x, y};
+    count(at, 0, -8);
 }
 inline void wait_for_mbarrier(unsigned at, unsigned parity = 0) {
     while ((barrier_at(at).phase & 1) == parity) yield();
@@ -314,8 +350,8 @@ template <class T> T atomicAdd(T* at, std::common_type_t<T> x) {
     return before;
 }
 
-template <class A, class B> std::common_type_t<A, B> min(A a, B b) { return (std::common_type_t<A, B>)a < (std::common_type_t<A, B>)b ? a : b; }
-template <class A, class B> std::common_type_t<A, B> max(A a, B b) { return (std::common_type_t<A, B>)a > (std::common_type_t<A, B>)b ? a : b; }
+template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) { return (std::common_type_t<A, B>)a < (std::common_type_t<A, B>)b ? a : b; }
+template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) { return (std::common_type_t<A, B>)a > (std::common_type_t<A, B>)b ? a : b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
@@ -339,3 +375,5 @@ inline unsigned __float_as_uint(float x) {
 }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

@@ -13,7 +13,7 @@ from runtime.config.expert_tuning import WeightFormat
 
 if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
     from runtime.layers.moe.kernels.expert_weights import ExpertWeights
-    from runtime.layers.moe.kernels.gate import GatedAct
+    from runtime.layers.moe.kernels.gated_act import GatedAct
     from runtime.layers.moe.router import Routing
 
 BF16 = torch.bfloat16
@@ -61,7 +61,7 @@ class ExpertLayers:
     """Layers of one shape with random weights and routers. Owns the weights."""
 
     def __init__(self, shape: ExpertShape) -> None:
-        from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, SILU, GatedAct
+        from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, SILU, GatedAct
         from runtime.layers.moe.kernels.route import new_tickets
         from runtime.layers.moe.router import Router, RoutingRule
 
@@ -74,7 +74,7 @@ class ExpertLayers:
         correction = torch.rand(shape.experts, device=device) if shape.scoring == "sigmoid" else None
         rule = RoutingRule(shape.top_k, shape.scoring, True)
         self.routers = [Router(weight, rule, bias, correction) for weight in weights]
-        self.act: GatedAct = GatedAct(CLAMPED_SWIGLU.value if shape.bias else SILU.value)
+        self.act: GatedAct = GatedAct(CLAMPED_SWIGLU if shape.bias else SILU)
         self._tickets = new_tickets(device)
 
     def _weights(self, rows: int, columns: int) -> ExpertWeights:

@@ -62,7 +62,9 @@ def emulated(folder: Path, modules: list[Any], multiprocessors: int) -> Iterator
 
     def forget() -> None:
         for module in modules:
-            getattr(module, "_kernels", module._kernel).cache_clear()
+            for name, value in vars(module).items():
+                if re.fullmatch(r"_\w*kernels?", name) and hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_driver, "compile_kernel", compile_kernel)

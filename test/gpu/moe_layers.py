@@ -88,18 +88,18 @@ def masks(ids: torch.Tensor, experts: int) -> torch.Tensor:
 
 def reference(x, gate_up, down, biases, routing, act, first: int = 0) -> torch.Tensor:
     """The layer in float64, one expert after the other."""
-    from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GELU_TANH
+    from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH
 
     out = torch.zeros((len(x), down.shape[1]), dtype=torch.float64, device=x.device)
     for expert in range(len(gate_up)):
         rows, place = (routing.ids == expert + first).nonzero(as_tuple=True)
         sums = x[rows].double() @ gate_up[expert].double().T
         gate, up = (sums if biases[0] is None else sums + biases[0][expert].double()).chunk(2, dim=1)
-        if act.kind == CLAMPED_SWIGLU.value:
+        if act.kind == CLAMPED_SWIGLU:
             gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
             h = gate * torch.sigmoid(act.alpha * gate) * (up + 1)
         else:
-            h = (torch.nn.functional.gelu(gate, approximate="tanh") if act.kind == GELU_TANH.value else torch.nn.functional.silu(gate)) * up
+            h = (torch.nn.functional.gelu(gate, approximate="tanh") if act.kind == GELU_TANH else torch.nn.functional.silu(gate)) * up
         y = h @ down[expert].double().T
         y = y if biases[1] is None else y + biases[1][expert].double()
         out.index_add_(0, rows, y * routing.weights[rows, place, None].double())

@@ -11,7 +11,7 @@ from gpu.moe_layers import Kind, expert_pass, masks, routed, weights
 from gpu.test_grouped_gemm import HOPPER, with_counts, worst
 from gpu.test_grouped_gemm import Layer as AnyLayer
 from runtime.config.device_tuning import H200
-from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
+from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
 from runtime.layers.moe.kernels.run_experts import run_experts
 from runtime.layers.moe.kernels.widened_experts import TILES, supports, widened_experts
 from runtime.layers.moe.router import Routing
@@ -27,7 +27,7 @@ BLOCKS = Kind("fp8", (128, 128))
 class Layer(AnyLayer):
     """A random sparse layer in e4m3."""
 
-    def __init__(self, hidden: int, inner: int, experts: int = EXPERTS, act: int = SILU.value, kind: Kind = BLOCKS) -> None:
+    def __init__(self, hidden: int, inner: int, experts: int = EXPERTS, act: int = SILU, kind: Kind = BLOCKS) -> None:
         torch.manual_seed(hidden + inner)
         self.gate_up, self.wide_gate_up = weights(kind, experts, 2 * inner, hidden)
         self.down, self.wide_down = weights(kind, experts, hidden, inner)
@@ -100,7 +100,7 @@ def test_other_blocks_of_scales_match_the_definition(block: tuple[int, int]) -> 
         assert worst(layer.run_widened(x, routing, pairs), layer.want(x, routing)) < ROUNDING, pairs
 
 
-@pytest.mark.parametrize("act", [SILU.value, CLAMPED_SWIGLU.value, GELU_TANH.value])
+@pytest.mark.parametrize("act", [SILU, CLAMPED_SWIGLU, GELU_TANH])
 def test_biases_and_activations_match_the_definition(act: int) -> None:
     layer = Layer(512, 384, act=act, kind=Kind("fp8", (128, 128), bias=True))
     routing, x = routed(150, EXPERTS, TOP_K), layer.x(150)

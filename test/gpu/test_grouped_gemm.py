@@ -15,7 +15,7 @@ from runtime.config.kernel_configs import WgmmaExpertsConfig
 from runtime.layers.gemm.quantized_rows import quantize_rows
 from runtime.layers.moe.kernels.align import align
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
-from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
+from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import SCALE_BLOCK, _grouped, _kernel, _Variant, experts_by_wgmma, supports
 from runtime.layers.moe.router import Routing
 
@@ -56,7 +56,7 @@ def compiled() -> None:
 class Layer:
     """A random sparse layer, and the float32 weights that it represents."""
 
-    def __init__(self, name: str, hidden: int, inner: int, experts: int = EXPERTS, act: int = SILU.value) -> None:
+    def __init__(self, name: str, hidden: int, inner: int, experts: int = EXPERTS, act: int = SILU) -> None:
         torch.manual_seed(hidden + inner)
         self.gate_up, self.wide_gate_up = weights(KINDS[name], experts, 2 * inner, hidden)
         self.down, self.wide_down = weights(KINDS[name], experts, hidden, inner)
@@ -140,7 +140,7 @@ def test_experts_of_other_ranks_are_left_out(name: str) -> None:
         assert worst(layer.run(x, routing, config, first=first), want) < (ROUNDING if name == "dense" else 2 * FP8_ROUNDING), config
 
 
-@pytest.mark.parametrize("act", [SILU.value, CLAMPED_SWIGLU.value, GELU_TANH.value])
+@pytest.mark.parametrize("act", [SILU, CLAMPED_SWIGLU, GELU_TANH])
 def test_biases_and_activations_match_the_definition(act: int) -> None:
     for hidden, inner in SIZES:
         layer = Layer("dense-bias", hidden, inner, act=act)

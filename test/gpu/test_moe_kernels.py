@@ -24,9 +24,9 @@ MANY_CONFIG = GroupedConfig(16, 64, 64, 4, 3, 2)
 
 
 def acts() -> dict[str, Any]:
-    from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GELU_TANH, GatedAct
+    from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, GatedAct
 
-    return {"silu": GatedAct(), "clamped": GatedAct(CLAMPED_SWIGLU.value), "gelu": GatedAct(GELU_TANH.value)}
+    return {"silu": GatedAct(), "clamped": GatedAct(CLAMPED_SWIGLU), "gelu": GatedAct(GELU_TANH)}
 
 
 class Layer:

@@ -8,7 +8,7 @@ import torch
 from gpu.moe_layers import expert_pass, masks, routed
 from gpu.test_grouped_gemm import Layer as AnyLayer
 from gpu.test_grouped_gemm import with_counts, worst
-from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU
+from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU
 from runtime.layers.moe.router import Routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -22,7 +22,7 @@ class Layer(AnyLayer):
     """A random sparse layer in MXFP4."""
 
     def __init__(self, hidden: int, inner: int, experts: int = EXPERTS) -> None:
-        super().__init__("mxfp4", hidden, inner, experts, CLAMPED_SWIGLU.value)
+        super().__init__("mxfp4", hidden, inner, experts, CLAMPED_SWIGLU)
 
     def run_mxfp4(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
         from runtime.layers.moe.kernels.widened_experts import supports, widened_experts

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from runtime.config.device_tuning import H200
 from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
-from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
+from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
 from runtime.layers.moe.kernels.widened_experts import (
     SHARED_BYTES,
     SLOTS,
@@ -25,7 +25,7 @@ from runtime.layers.moe.kernels.widened_experts import (
 )
 
 CUTS: list[tuple[WeightFormat, int]] = [(kind, pairs) for kind, tiles in TILES.items() for pairs in tiles]
-CLAMPED = GatedAct(CLAMPED_SWIGLU.value)
+CLAMPED = GatedAct(CLAMPED_SWIGLU)
 
 
 def mxfp4(rows: int, columns: int) -> ExpertWeights:
@@ -42,7 +42,7 @@ def e4m3(rows: int, columns: int, *scales: int) -> ExpertWeights:
 @pytest.mark.parametrize(("kind", "pairs"), CUTS)
 def test_programs_fit_shared_memory(kind: WeightFormat, pairs: int, columns: int) -> None:
     for gated in (False, True):
-        variant = _Variant(kind, pairs, columns, gated, CLAMPED_SWIGLU.value, True, True)
+        variant = _Variant(kind, pairs, columns, gated, CLAMPED_SWIGLU, True, True)
         groups, code_bytes = variant.tile.groups, 128 if kind == "fp8" else 64
         stage = 2 * groups * 64 * code_bytes + pairs * 256
         scales = variant.stages * STAGE_SCALES * 4 if kind == "fp8" else SLOTS * 2 * groups * 64 * (columns // 32)
@@ -68,14 +68,14 @@ def test_shapes_of_mxfp4_that_matrices_do_not_divide_are_left_to_other_kernels()
     assert _takes(mxfp4(128, 64), mxfp4(64, 64), CLAMPED, 48)
     assert not _takes(mxfp4(192, 64), mxfp4(64, 96), CLAMPED, 48), "a stage would end inside a group of scales"
     assert not _takes(mxfp4(128, 8192), mxfp4(8192, 64), CLAMPED, 48), "no two stages fit beside so many scales"
-    assert not _takes(mxfp4(128, 64), mxfp4(64, 64), GatedAct(SILU.value), 48), "float16 may not hold what is between the GEMMs"
+    assert not _takes(mxfp4(128, 64), mxfp4(64, 64), GatedAct(SILU), 48), "float16 may not hold what is between the GEMMs"
     assert not supports(torch.zeros((100, 64), dtype=torch.bfloat16), mxfp4(128, 64), mxfp4(64, 64), CLAMPED, 48), "no GPU"
 
 
 def test_e4m3_needs_one_scale_for_a_matrix_and_a_stage() -> None:
     down = e4m3(256, 384, 2, 3)
     for act in (SILU, CLAMPED_SWIGLU, GELU_TANH):
-        assert _takes(e4m3(768, 256, 6, 2), down, GatedAct(act.value), 32)
+        assert _takes(e4m3(768, 256, 6, 2), down, GatedAct(act), 32)
     assert _takes(e4m3(768, 256, 1, 1), e4m3(256, 384, 1, 1), CLAMPED, 32), "one scale for all"
     assert _takes(e4m3(384, 256, 6, 2), e4m3(256, 192, 2, 2), CLAMPED, 32), "rows of blocks that are cut between ranks"
     assert not _takes(e4m3(768, 256, 768), down, CLAMPED, 32), "a scale for each row"

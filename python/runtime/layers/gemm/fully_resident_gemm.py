@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from runtime.config.expert_tuning import WeightFormat
 from runtime.config.kernel_configs import FullyResidentConfig
 from runtime.layers.gemm.deferred_norm import norms_argument
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
@@ -15,7 +16,7 @@ from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.scale_layout import scale_layout
 from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
 
-FORMATS = {torch.bfloat16: "dense", torch.float8_e4m3fn: "fp8"}
+FORMATS: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "dense", torch.float8_e4m3fn: "fp8"}
 ROWS = 16
 """Weight rows of a unit."""
 WARPS = 8
@@ -81,20 +82,19 @@ def fully_resident_gemm(
     return out
 
 
-def _warp_bytes(config: FullyResidentConfig, form: str, rows: int) -> int:
+def _warp_bytes(config: FullyResidentConfig, form: WeightFormat, rows: int) -> int:
     """Bytes of shared memory per warp: its stages, and its columns of x."""
     space = next(space for space in SPACES if rows <= space)
     return config.share * (config.tall * STAGE_BYTES[form] + space * 2 * STAGE_COLUMNS[form]) + space * PADDING[form]
 
 
 @cache
-def _kernel(config: FullyResidentConfig, variant: OutputVariant, form: str, even: bool, shared_bytes: int) -> cuda_driver.Kernel:
+def _kernel(config: FullyResidentConfig, variant: OutputVariant, form: WeightFormat, even: bool, shared_bytes: int) -> cuda_driver.Kernel:
     program, threads = source(config, variant, form, even), 32 * WARPS
     return cuda_driver.compile_kernel(program, "fully_resident_gemm", threads=threads, cluster=1, shared_bytes=shared_bytes)
 
 
-def source(config: FullyResidentConfig, variant: OutputVariant, form: str, even: bool) -> str:
+def source(config: FullyResidentConfig, variant: OutputVariant, form: WeightFormat, even: bool) -> str:
     """The CUDA program of one tiling and variant."""
-    number = {"dense": 0, "fp8": 1}[form]
-    cut = {"FORMAT": number, "WARPS": config.warps, "TALL": config.tall, "SHARE": config.share, "EVEN": int(even)}
+    cut = {"FORMAT": fragments.FORMATS[form], "WARPS": config.warps, "TALL": config.tall, "SHARE": config.share, "EVEN": int(even)}
     return variant.source(Path(__file__).with_name("fully_resident_gemm.cu"), cut, STAGES)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-DENSE, FP8, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Formats: the activations' dtype; e4m3 with float32 scales of blocks or rows; pairs of e2m1 with one scale per 32."""
+from runtime.layers.kernels.fragments import FORMATS
+
+DENSE, FP8, MXFP4 = tl.constexpr(FORMATS["dense"]), tl.constexpr(FORMATS["fp8"]), tl.constexpr(FORMATS["mxfp4"])
 
 
 @triton.jit

@@ -8,13 +8,13 @@ from runtime.layers.activation import CLAMP_ALPHA, CLAMP_LIMIT, Activation
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
-from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
+from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
 from runtime.layers.moe.router import Routing
 
 ACTS = {
-    Activation.SILU: GatedAct(SILU.value),
-    Activation.GELU_TANH: GatedAct(GELU_TANH.value),
-    Activation.CLAMPED_SWIGLU: GatedAct(CLAMPED_SWIGLU.value, CLAMP_ALPHA, CLAMP_LIMIT),
+    Activation.SILU: GatedAct(SILU),
+    Activation.GELU_TANH: GatedAct(GELU_TANH),
+    Activation.CLAMPED_SWIGLU: GatedAct(CLAMPED_SWIGLU, CLAMP_ALPHA, CLAMP_LIMIT),
 }
 """The kernels' activation between the two GEMMs."""
 

@@ -11,8 +11,9 @@ import torch
 from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.gemm.deferred_norm import DeferredNorm, deferred_buffers
 from runtime.layers.kernels import cuda_driver, fragments
+from runtime.layers.kernels.fragments import FORMATS
 from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
+from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument
 
 MOST_PAIRS = 32

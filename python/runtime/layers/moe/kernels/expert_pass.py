@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
-from runtime.layers.moe.kernels.gate import GatedAct
+from runtime.layers.moe.kernels.gated_act import GatedAct
 from runtime.layers.moe.router import Routing
 
 

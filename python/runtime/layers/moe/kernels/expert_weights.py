@@ -8,11 +8,7 @@ import torch
 
 from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.kernels.scale_layout import scale_layout
-from runtime.layers.kernels.weight_step import DENSE, FP8, MXFP4
 from runtime.layers.quantization.mxfp4 import GROUP, ROWS
-
-FORMATS: dict[WeightFormat, int] = {"dense": DENSE.value, "fp8": FP8.value, "mxfp4": MXFP4.value}
-"""The constants of the formats in kernels."""
 
 
 @dataclass(frozen=True, slots=True)

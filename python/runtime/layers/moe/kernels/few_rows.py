@@ -17,10 +17,11 @@ import triton.language as tl
 from runtime.config.kernel_configs import StepConfig
 from runtime.layers.gemm.deferred_norm import DeferredNorm, deferred_buffers
 from runtime.layers.gemm.triton_gemm import sum_rows
+from runtime.layers.kernels.fragments import FORMATS
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.kernels.weight_step import dot_step, row_pointers
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
+from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.gate import apply_gate
 
 MAX_ROWS = 64

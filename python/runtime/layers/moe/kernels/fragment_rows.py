@@ -11,14 +11,14 @@ import torch
 
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.kernels import cuda_driver, fragments
-from runtime.layers.kernels.fragments import readable, weights_argument
+from runtime.layers.kernels.fragments import FORMATS, readable, weights_argument
 from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
 from runtime.layers.moe.kernels.down_sums import down_sums
 from runtime.layers.moe.kernels.down_sums import is_faster as sums_are_faster
 from runtime.layers.moe.kernels.down_sums import supports as sums_supported
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
-from runtime.layers.moe.kernels.gate import GatedAct
+from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+from runtime.layers.moe.kernels.gated_act import GatedAct
 from runtime.layers.moe.kernels.pair_sums import SQUARE_COLUMNS, pair_sums
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument, routing_argument
 

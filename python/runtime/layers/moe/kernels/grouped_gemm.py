@@ -17,7 +17,7 @@ from runtime.layers.kernels.cuda_program import program
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
-from runtime.layers.moe.kernels.gate import GatedAct
+from runtime.layers.moe.kernels.gated_act import GatedAct
 from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.router import Routing
 

@@ -13,13 +13,15 @@ import triton.language as tl
 
 from runtime.config.kernel_configs import GroupedConfig
 from runtime.layers.gemm.quantized_rows import quantize_rows
+from runtime.layers.kernels.fragments import FORMATS
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.kernels.rms_norm import WIDE
 from runtime.layers.kernels.weight_step import dot_step, row_pointers
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
-from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
+from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+from runtime.layers.moe.kernels.gate import apply_gate
+from runtime.layers.moe.kernels.gated_act import GatedAct
 from runtime.layers.moe.router import Routing
 from runtime.layers.norm import RMSNorm
 

@@ -15,10 +15,11 @@ import torch
 from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.gemm.wgmma_gemm import PARTS, multiply_source
 from runtime.layers.kernels import cuda_driver, fragments
+from runtime.layers.kernels.fragments import FORMATS
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
-from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
+from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import GROUPED_PARTS
 from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.router import Routing
@@ -119,7 +120,7 @@ def _takes(gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: in
     """Whether both GEMMs support these weights: hidden and inner size are multiples of 64, so that matrices are full."""
     if gate_up.format != down.format or gate_up.format not in CODE_BITS:
         return False
-    if gate_up.format == "mxfp4" and not (act.kind == CLAMPED_SWIGLU.value and act.limit <= MOST_GATED):
+    if gate_up.format == "mxfp4" and not (act.kind == CLAMPED_SWIGLU and act.limit <= MOST_GATED):
         return False  # products may be too large: rows between the GEMMs are float16
     return all(_readable(weights, pairs) for weights in (gate_up, down))
 

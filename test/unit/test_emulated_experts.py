@@ -1,0 +1,87 @@
+"""The experts' CUDA C++ kernels for few tokens, emulated on the CPU, against their definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from emulated import COMPILER, emulated, guarded
+from gpu import moe_layers
+from gpu.moe_layers import KINDS, expert_pass, reference, relative, routed, weights
+from runtime.layers.gemm.deferred_norm import DeferredNorm
+from runtime.layers.moe.kernels import down_sums, fragment_rows, pair_sums
+from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+BF16 = torch.bfloat16
+EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 128, 160
+SMS = 8
+ROUNDING = 1e-2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, emulated(tmp_path_factory.mktemp("kernels"), [down_sums, fragment_rows, pair_sums], SMS):
+        patch.setattr(moe_layers, "DEVICE", torch.device("cpu"))
+        patch.setattr(moe_layers, "DTYPE", BF16)
+        yield
+
+
+def copied(own: ExpertWeights) -> ExpertWeights:
+    return ExpertWeights(*(None if part is None else guarded(part) for part in (own.weight, own.scale, own.bias)))
+
+
+class Layer:
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(len(name))
+        kind = KINDS[name]
+        self.act = GatedAct(CLAMPED_SWIGLU if kind.format == "mxfp4" else GELU_TANH if kind.bias else SILU)
+        (gate_up, self.wide_gate_up), (down, self.wide_down) = (
+            weights(kind, EXPERTS, 2 * INNER, HIDDEN),
+            weights(kind, EXPERTS, HIDDEN, INNER),
+        )
+        self.gate_up, self.down = copied(gate_up), copied(down)
+
+    def want(self, x: torch.Tensor, routing: Any, first: int = 0) -> torch.Tensor:
+        return reference(x, self.wide_gate_up, self.wide_down, (self.gate_up.bias, self.down.bias), routing, self.act, first)
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["pair sums", "sums in the second GEMM"])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", ["dense-bias", "fp8-row", "mxfp4"])
+def test_experts_follow_their_definition(monkeypatch: pytest.MonkeyPatch, name: str, rows: int, sums: bool) -> None:
+    monkeypatch.setattr(fragment_rows, "sums_are_faster", lambda *_: sums)
+    layer, x = Layer(name), guarded(torch.randn((rows, HIDDEN)).to(BF16))
+    for hot in (None, TOP_K + 1):  # most experts have no tokens, or few experts have all tokens
+        routing = routed(rows, EXPERTS, TOP_K, hot)
+        want, out = layer.want(x, routing), torch.full((rows + 1, HIDDEN), float("nan"))
+        fragment_rows.experts_by_fragments(expert_pass(layer, x, routing, out[:rows], pdl=True))
+        assert relative(out[:rows], want) < ROUNDING, hot
+        assert out[rows].isnan().all()
+        deferred = DeferredNorm(torch.rand(HIDDEN).to(BF16), torch.empty((rows, HIDDEN), dtype=BF16), torch.empty((rows, HIDDEN // 16)))
+        h = torch.randn((rows, HIDDEN))
+        before = h.clone()
+        fragment_rows.experts_by_fragments(expert_pass(layer, x, routing, h), add=True, deferred=deferred)
+        assert relative(h - before, want) < ROUNDING, hot
+        assert torch.equal(deferred.scaled, (h * deferred.gain.float()).to(BF16))
+        torch.testing.assert_close(deferred.squares, h.square().view(rows, -1, 16).sum(2), rtol=1e-5, atol=0)
+
+
+def test_units_of_several_tiles_take_all_tokens_of_an_expert() -> None:
+    for name in ("dense", "mxfp4"):
+        layer, x = Layer(name), guarded(torch.randn((40, HIDDEN)).to(BF16))
+        routing, out = routed(40, EXPERTS, TOP_K), torch.full((40, HIDDEN), float("nan"))
+        fragment_rows.experts_by_fragments(expert_pass(layer, x, routing, out))
+        assert relative(out, layer.want(x, routing)) < ROUNDING, name
+
+
+def test_experts_of_other_ranks_are_left_out() -> None:
+    layer, x, routing = Layer("fp8-row"), guarded(torch.randn((4, HIDDEN)).to(BF16)), routed(4, EXPERTS + 4, TOP_K)
+    out = torch.full((4, HIDDEN), float("nan"))
+    fragment_rows.experts_by_fragments(expert_pass(layer, x, routing, out, first=4))
+    want = layer.want(x, routing, 4)
+    assert float((out.double() - want).norm() / want.norm()) < ROUNDING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -40,7 +41,11 @@ class BoundedHead:
         scale, slack: float32 [V]: `scale` and |r| of each row of `narrow`.
         largest: the largest norm of a row of `own`.
         choices: the tiling for each m bucket for which it is faster, by the trial at start-up.
+        op, name, dtype, most_rows, gemm_rows: as in `CandidateHead`; each row of states is two rows of the GEMM.
     """
+
+    op: Literal["bounds"] = "bounds"
+    name, dtype, most_rows, gemm_rows = "int8 head", torch.int8, BOUNDED_ROWS, 2
 
     def __init__(self, own: Linear) -> None:
         self.own, self.stride = own, stride_of(own.out_features)

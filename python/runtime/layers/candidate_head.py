@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 
@@ -30,7 +31,12 @@ class CandidateHead:
         narrow: e4m3 [V, hidden], the head's rows less their mean, all divided by one number, neither of which changes the order of
             scores; None if it is faster for no number of rows.
         choices: the tiling for each m bucket for which it is faster, by the trial at start-up.
+        op, name: in keys of timings, and in reports.
+        dtype, most_rows, gemm_rows: of the copy; the most rows of states; rows of its GEMM per row of states.
     """
+
+    op: Literal["candidates"] = "candidates"
+    name, dtype, most_rows, gemm_rows = "draft head", E4M3, math.inf, 1
 
     def __init__(self, own: Linear) -> None:
         self.own, self.stride = own, stride_of(own.out_features)

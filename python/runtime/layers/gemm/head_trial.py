@@ -12,7 +12,7 @@ from triton.runtime.errors import OutOfResources
 
 from runtime.config.device_tuning import DeviceTuning
 from runtime.config.kernel_configs import TritonConfig
-from runtime.layers.bounded_head import BOUNDED_ROWS, BoundedHead, HeadWithCopy
+from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
 from runtime.layers.candidate_head import CandidateHead, takes_candidates
 from runtime.layers.gemm.bound_gemm import proved_best
 from runtime.layers.gemm.candidate_gemm import best_candidate
@@ -95,7 +95,7 @@ def copy_runs(heads: Iterable[HeadWithCopy], buckets: Sequence[int], timings: Ge
     """Runs that compile every kernel of the tilings which `choose_copy` times; of heads that have their copy."""
     for head in heads:
         for rows in _buckets(head, buckets):
-            known = timings.known(_dtype(head), _key(head, rows))
+            known = timings.known(head.dtype, _key(head, rows))
             configs = _configs(head, timings.tuning, rows) if known is None else [known.choice]
             x = torch.zeros((rows, head.own.in_features), dtype=torch.bfloat16, device=head.own.weight.device)
             for config in configs:
@@ -113,11 +113,11 @@ def _compile(x: torch.Tensor, head: HeadWithCopy, config: TritonConfig, pdl: boo
 
 def choose_copy(head: HeadWithCopy, buckets: Sequence[int], timings: GemmTimings, greedy: Greedy, pdl: bool) -> dict[str, str]:
     """Set the `choices` of a head to the tilings that are faster than `greedy`; without any, drop its copy. Returns lines for reports."""
-    report, name = dict[str, str](), "int8 head" if isinstance(head, BoundedHead) else "draft head"
+    report = dict[str, str]()
     for rows in _buckets(head, buckets):
         key = _key(head, rows)
-        timed = timings.keep(_dtype(head), key, lambda rows=rows: _timed(head, rows, timings, greedy, pdl))
-        report[name + " {}x{} rows {}".format(*key[2:])] = _line(timed)
+        timed = timings.keep(head.dtype, key, lambda rows=rows: _timed(head, rows, timings, greedy, pdl))
+        report[head.name + " {}x{} rows {}".format(*key[2:])] = _line(timed)
         if isinstance(timed.choice, TritonConfig):
             head.choices[rows] = timed.choice
     if not head.choices:
@@ -128,16 +128,11 @@ def choose_copy(head: HeadWithCopy, buckets: Sequence[int], timings: GemmTimings
 def _buckets(head: HeadWithCopy, buckets: Sequence[int]) -> list[int]:
     if head.narrow is None:
         return []
-    return [rows for rows in buckets if rows <= BOUNDED_ROWS or isinstance(head, CandidateHead)]
+    return [rows for rows in buckets if rows <= head.most_rows]
 
 
 def _configs(head: HeadWithCopy, tuning: DeviceTuning, rows: int) -> tuple[TritonConfig, ...]:
-    """Each row of a head with bounds is two rows of its GEMM."""
-    return tuning.candidate_configs(2 * rows if isinstance(head, BoundedHead) else rows)
-
-
-def _dtype(head: HeadWithCopy) -> torch.dtype:
-    return torch.int8 if isinstance(head, BoundedHead) else torch.float8_e4m3fn
+    return tuning.candidate_configs(head.gemm_rows * rows)
 
 
 def _line(timed: Timed) -> str:
@@ -147,8 +142,7 @@ def _line(timed: Timed) -> str:
 
 
 def _key(head: HeadWithCopy, rows: int) -> GemmKey:
-    op = "bounds" if isinstance(head, BoundedHead) else "candidates"
-    return op, head.own.scheme.name, head.own.out_features, head.own.in_features, rows
+    return head.op, head.own.scheme.name, head.own.out_features, head.own.in_features, rows
 
 
 def _timed(head: HeadWithCopy, rows: int, timings: GemmTimings, greedy: Greedy, pdl: bool) -> Timed:

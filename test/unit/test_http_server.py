@@ -148,6 +148,20 @@ def test_a_body_over_the_limit_is_413() -> None:
     run(check())
 
 
+def test_a_body_that_announces_too_many_bytes_is_refused_before_it_arrives() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99999999999999999999\r\n\r\n"
+
+    async def check() -> None:
+        async with front() as f:
+            reader, writer = await asyncio.open_connection("127.0.0.1", f.port)
+            writer.write(head)
+            assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 413")
+            writer.close()
+            assert await f.fine()
+
+    run(check())
+
+
 def test_a_connection_is_free_at_once_after_a_refused_body(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last piece of the body was one too many, as there is nothing left to read and drop."""
     monkeypatch.setattr(limits, "LINGER_SECONDS", 60.0)  # the client gives up after 20

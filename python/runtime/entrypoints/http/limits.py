@@ -130,6 +130,8 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
 
 
 async def _read(request: Request, limits: BodyLimits, grow: Callable[[int], None]) -> bytes:
+    if int(request.headers.get("content-length", 0)) > limits.max_mib * MIB:  # the parser accepts only digits
+        raise BodyTooLarge(limits.max_mib)
     chunks: list[bytes] = []
     cost, ended = BodyCost(), False
     while not ended:

@@ -148,6 +148,19 @@ def test_a_body_over_the_limit_is_413() -> None:
     run(check())
 
 
+def test_the_target_of_a_request_may_be_a_url() -> None:
+    async def check() -> None:
+        async with front() as f:
+            for target, status in ((b"http://a:1/v1/models?x=http://b/", b"200"), (b"https://a/health", b"200"), (b"http://a", b"200"),
+                                   (b"http://a//v1/models", b"404"), (b"http:/v1/models", b"404"), (b"http://a/none", b"404")):  # fmt: skip
+                reader, writer = await asyncio.open_connection("127.0.0.1", f.port)
+                writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == status, target
+                writer.close()
+
+    run(check())
+
+
 def test_a_body_that_announces_too_many_bytes_is_refused_before_it_arrives() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99999999999999999999\r\n\r\n"
 

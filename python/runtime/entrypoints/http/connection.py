@@ -215,7 +215,15 @@ async def _answer(connection: BoundedConnection, app: ASGIApp, scope: Scope, rec
         if message["type"] == "http.response.start":
             streams = scope["http_version"] == "1.1" and any(value.startswith(b"text/event-stream") for _, value in message["headers"])
 
-    await app(scope, receive, send_message)
+    await app(_origin_form(scope), receive, send_message)
+
+
+def _origin_form(scope: Scope) -> Scope:
+    """The scope with the path alone, where a client sent the whole URL, as to a proxy; servers must accept it (RFC 9112, 3.2.2)."""
+    if not scope["path"].startswith(("http://", "https://")):
+        return scope
+    path, raw = (part.split(slash, 3)[3:] for part, slash in ((scope["path"], "/"), (scope["raw_path"], b"/")))
+    return {**scope, "path": "/" + "".join(path), "raw_path": b"/" + b"".join(raw)}
 
 
 def file_limit() -> int:

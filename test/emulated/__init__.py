@@ -27,6 +27,7 @@ OTHERS = {
     "%%cluster_ctarank": "rank_of_block",
     "%%cluster_nctarank": "blocks_of_cluster",
     "%%clusterid": "number_of_cluster",
+    ".reg .u32 there, counter;": "send_to_block",
 }
 """Functions of `cuda.h` for other asm than one instruction, by a part of it."""
 PAGE = mmap.PAGESIZE
@@ -35,14 +36,14 @@ PAGE = mmap.PAGESIZE
 class EmulatedKernel:
     """Has the interface of `cuda_driver.Kernel`."""
 
-    clusters_at_once = 0
+    clusters_at_once = 1 << 30
 
-    def __init__(self, launch: Any, threads: int) -> None:
-        self._launch, self._threads = launch, threads
+    def __init__(self, launch: Any, threads: int, cluster: int) -> None:
+        self._launch, self._threads, self._cluster = launch, threads, cluster
 
     def __call__(self, blocks: int, args: tuple[Any, ...], pdl: bool) -> None:
         held = [_parameter(arg) for arg in args]
-        self._launch(blocks, self._threads, (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held)))
+        self._launch(blocks, self._threads, self._cluster, (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held)))
 
 
 def _parameter(arg: Any) -> Any:
@@ -57,8 +58,7 @@ def emulated(folder: Path, modules: list[Any], multiprocessors: int) -> Iterator
     device = SimpleNamespace(multi_processor_count=multiprocessors)
 
     def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared_bytes: int) -> EmulatedKernel:
-        assert cluster == 1, "clusters of several blocks are not emulated"
-        return EmulatedKernel(compiled(source, name, folder), threads)
+        return EmulatedKernel(compiled(source, name, folder), threads, cluster)
 
     def forget() -> None:
         for module in modules:
@@ -85,19 +85,30 @@ def compiled(source: str, name: str, folder: Path) -> Any:
     if not library.exists():
         file = library.with_suffix(".cpp")
         file.write_text(text, encoding="utf-8")
-        subprocess.run([COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", library, file], check=True)
+        subprocess.run([COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", "-o", library, file], check=True)
     return ctypes.CDLL(str(library)).emulated_launch
 
 
 def host_source(source: str) -> str:
-    """The program with calls of functions in `cuda.h` instead of asm."""
-    source = re.sub(r"extern __shared__ [^;]*\bshared\[\];", "", source)
+    """The program with calls of functions in `cuda.h` instead of asm, and with shared variables in the memory of their block."""
+    source = re.sub(r"extern __shared__ [^;]*\bshared\[\];", "u8* const shared = (u8*)emulation::local(emulation::FIXED);", source)
+    source = re.sub(r"__shared__ (?:__align__\(\d+\) )?(\w+) ([^;]+);", _variables, source)
     out, at = [], 0
     for found in re.finditer(r"\basm\s*(?:volatile)?\s*\(", source):
         end = _closing(source, found.end() - 1)
         out += [source[at : found.start()], _call(source[found.end() : end])]
         at = end + 1
     return "".join([*out, source[at:]])
+
+
+def _variables(found: re.Match[str]) -> str:
+    """Definitions of shared variables."""
+    out = []
+    for name, sizes in re.findall(r"(\w+)((?:\[[^\]]*\])*)(?:, |$)", found[2]):
+        kind, place = f"shared_{name}_type", f"shared_{name}_place"
+        out += [f"using {kind} = {found[1]}{sizes};", f"static const int {place} = emulation::allocate(sizeof({kind}), 16);"]
+        out += [f"{kind}& {name} = *({kind}*)emulation::local({place});"]
+    return " ".join(out)
 
 
 def _closing(text: str, opening: int) -> int:
@@ -134,8 +145,8 @@ def _launcher(source: str, name: str) -> str:
     listed = source[head.end() : _closing(source, head.end() - 1)]
     types = [re.sub(r"\s*\b\w+\s*$", "", part) for part in listed.split(",")]
     args = ", ".join(f"*(std::remove_const_t<{kind}>*)args[{i}]" for i, kind in enumerate(types))
-    call = f"emulation::launch(blocks, threads, [&] {{ {name}({args}); }});"
-    return f'extern "C" void emulated_launch(int blocks, int threads, void** args) {{ {call} }}'
+    call = f"emulation::launch(blocks, threads, cluster, [&] {{ {name}({args}); }});"
+    return f'extern "C" void emulated_launch(int blocks, int threads, int cluster, void** args) {{ {call} }}'
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-// CUDA C++ on a CPU, for tests of kernels: the threads of a block are fibers, and blocks run one after another, the last one first.
+// CUDA C++ on a CPU, for tests of kernels: the threads of a cluster are fibers, and clusters run one after another, the last one first.
 //
 // Lanes of a warp meet at each collective instruction, and threads of a block at __syncthreads. What cp.async copies is garbage until the thread
 // waits for it, so that a missing wait changes results. Vectors that are not aligned end the process, as reads past a guarded tensor do.
-// A cluster has one block; TMA and WGMMA are not emulated. A kernel that uses another instruction ends the process.
+// TMA and WGMMA are not emulated: a kernel that uses another instruction ends the process.
 
 #include <ucontext.h>
 
@@ -21,7 +21,6 @@
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
 #define __align__(n) __attribute__((aligned(n)))
-#define __shared__ static
 
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -34,11 +33,12 @@ inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-alignas(1024) unsigned char shared[227 << 10];  // the dynamic shared memory
-
 namespace emulation {
 
 constexpr int WARP = 32, WORDS = 8, STACK = 256 << 10, MOST_IDLE = 100000;
+constexpr int MOST_BLOCKS = 16, FIXED = 64 << 10, SPACE = FIXED + (227 << 10);  // of a cluster; bytes of a block for variables, and in all
+
+alignas(1024) inline char memory[MOST_BLOCKS][SPACE];  // the shared memory of each block; an address is an offset in it
 
 [[noreturn]] inline void fail(const char* what) {
     std::fprintf(stderr, "emulated kernel: %s\n", what);
@@ -49,11 +49,13 @@ struct Position { unsigned x, y, z; };
 struct Copy { char* to; const char* from; int size, whole; };
 struct Meeting { int arrived = 0; unsigned round = 0; };
 struct Warp { Meeting meeting; int lanes = 0; unsigned words[2][WARP][WORDS]; };
+struct Block { Position index; int threads_left; Meeting meeting; };
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
     Position thread;
-    int warp, lane;
+    int rank, warp, lane;
+    unsigned phase;  // of the cluster's barrier at which the thread arrived last
     bool ended = false;
     std::deque<std::vector<Copy>> copies;
 };
@@ -61,11 +63,12 @@ struct Fiber {
 inline ucontext_t scheduler;
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
+inline std::vector<Block> blocks_at_once;
 inline Fiber* current;
-inline Meeting block;
-inline int threads_left;
+inline int threads_left, cluster_arrived;
+inline unsigned cluster_phase;
 inline long progress;
-inline Position block_index, grid_size, block_size;
+inline Position grid_size, block_size;
 
 inline void yield() { swapcontext(&current->context, &scheduler); }
 
@@ -86,8 +89,18 @@ template <class T> void exchange(const T& own, T (&all)[WARP]) {
     for (int lane = 0; lane < WARP; lane++) std::memcpy(&all[lane], words[lane], sizeof(T));
 }
 
-inline char base;  // shared memory is in the same library, so its addresses are offsets of 32 bits
-inline char* of_shared(unsigned address) { return &base + (int)address; }
+inline Block& own_block() { return blocks_at_once[current->rank]; }
+
+// The place of a variable in the shared memory of each block.
+inline int allocate(int size, int alignment) {
+    static int used;
+    const int at = (used + alignment - 1) / alignment * alignment;
+    used = at + size;
+    if (used > FIXED) fail("too many shared variables");
+    return at;
+}
+inline char* local(int at) { return memory[current->rank] + at; }
+inline char* of_shared(unsigned address) { return memory[0] + address; }
 
 inline float of_half(unsigned short bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
@@ -176,6 +189,9 @@ inline void ld_global_nc_L1__no_allocate_v4_u32(unsigned& x, unsigned& y, unsign
     const uint4 v = *(const uint4*)at;
     x = v.x, y = v.y, z = v.z, w = v.w;
 }
+inline void ld_global_L1__no_allocate_L2__256B_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, const void* at) {
+    ld_global_nc_L1__no_allocate_v4_u32(x, y, z, w, at);
+}
 inline void st_global_v4_u32(void* at, unsigned x, unsigned y, unsigned z, unsigned w) {
     aligned(at, 16);
     *(uint4*)at = {x, y, z, w};
@@ -241,17 +257,26 @@ inline void mbarrier_arrive_shared__cta_b64(unsigned at) { count(at, 1, 0); }
 inline void mbarrier_arrive_expect_tx_shared__cta_b64(unsigned at, unsigned bytes) { count(at, 1, (int)bytes); }
 inline void fence_mbarrier_init_release_cluster() {}
 
-// A cluster is one block.
-inline void rank_of_block(unsigned& out) { out = 0; }
-inline void blocks_of_cluster(unsigned& out) { out = 1; }
-inline void number_of_cluster(unsigned& out) { out = block_index.x; }
-inline void mapa_shared__cluster_u32(unsigned& out, unsigned address, unsigned) { out = address; }
-inline void barrier_cluster_arrive_relaxed() {}
-inline void barrier_cluster_arrive_release() {}
-inline void barrier_cluster_wait_acquire() { meet(block, threads_left); }
+inline void rank_of_block(unsigned& out) { out = current->rank; }
+inline void blocks_of_cluster(unsigned& out) { out = blocks_at_once.size(); }
+inline void number_of_cluster(unsigned& out) { out = own_block().index.x / blocks_at_once.size(); }
+inline void mapa_shared__cluster_u32(unsigned& out, unsigned address, unsigned rank) { out = address % SPACE + rank * SPACE; }
+inline void barrier_cluster_arrive_relaxed() {
+    current->phase = cluster_phase;
+    if (++cluster_arrived == (int)fibers.size()) cluster_arrived = 0, cluster_phase++, progress++;
+}
+inline void barrier_cluster_arrive_release() { barrier_cluster_arrive_relaxed(); }
+inline void barrier_cluster_wait_acquire() {
+    while (cluster_phase == current->phase) yield();
+}
 inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_v2_f32(unsigned to, float x, float y, unsigned at) {
     *(float2*)of_shared(to) = {x, y};
     count(at, 0, -8);
+}
+inline void send_to_block(unsigned to, unsigned at, unsigned rank, float x, float y, float z, float w) {
+    mapa_shared__cluster_u32(to, to, rank), mapa_shared__cluster_u32(at, at, rank);
+    *(float4*)of_shared(to) = {x, y, z, w};
+    count(at, 0, -16);
 }
 inline void wait_for_mbarrier(unsigned at, unsigned parity = 0) {
     while ((barrier_at(at).phase & 1) == parity) yield();
@@ -262,18 +287,22 @@ inline void wait_for_mbarrier(unsigned at, unsigned parity = 0) {
 template <class Run> void run_fiber(Run* run) {
     (*run)();
     current->ended = true;
-    warps[current->warp].lanes--, threads_left--, progress++;
+    warps[current->warp].lanes--, own_block().threads_left--, threads_left--, progress++;
 }
 
-template <class Run> void run_block(int threads, Run run) {
-    std::memset(shared, 0xFF, sizeof shared);
-    fibers.resize(threads);
-    warps.assign((threads + WARP - 1) / WARP, Warp());
-    block = {}, threads_left = threads;
-    for (int i = 0; i < threads; i++) {
+template <class Run> void run_cluster(int first_block, int size, int threads, Run run) {
+    std::memset(memory, 0xFF, (size_t)size * SPACE);
+    fibers.resize(size * threads);
+    warps.assign(size * threads / WARP, Warp());
+    blocks_at_once.assign(size, Block());
+    threads_left = size * threads, cluster_arrived = 0, cluster_phase = 0;
+    for (int i = 0; i < size * threads; i++) {
         Fiber& fiber = fibers[i];
+        Block& block = blocks_at_once[i / threads];
+        block = {{(unsigned)(first_block + i / threads), 0, 0}, threads, {}};
         fiber.stack.resize(STACK);
-        fiber.thread = {(unsigned)i, 0, 0}, fiber.warp = i / WARP, fiber.lane = i % WARP, fiber.ended = false;
+        fiber.thread = {(unsigned)(i % threads), 0, 0}, fiber.rank = i / threads, fiber.warp = i / WARP, fiber.lane = i % WARP;
+        fiber.phase = 0, fiber.ended = false;
         fiber.copies.assign(1, {});
         warps[fiber.warp].lanes++;
         getcontext(&fiber.context);
@@ -294,20 +323,20 @@ template <class Run> void run_block(int threads, Run run) {
     }
 }
 
-template <class Run> void launch(int blocks, int threads, Run run) {
+template <class Run> void launch(int blocks, int threads, int cluster, Run run) {
     grid_size = {(unsigned)blocks, 1, 1}, block_size = {(unsigned)threads, 1, 1};
-    for (int i = blocks - 1; i >= 0; i--) block_index = {(unsigned)i, 0, 0}, run_block(threads, run);
+    for (int i = blocks - cluster; i >= 0; i -= cluster) run_cluster(i, cluster, threads, run);
 }
 
 }  // namespace emulation
 
 #define threadIdx (emulation::current->thread)
-#define blockIdx emulation::block_index
+#define blockIdx (emulation::own_block().index)
 #define gridDim emulation::grid_size
 #define blockDim emulation::block_size
 
-inline size_t __cvta_generic_to_shared(const void* at) { return (unsigned)((const char*)at - &emulation::base); }
-inline void __syncthreads() { emulation::meet(emulation::block, emulation::threads_left); }
+inline size_t __cvta_generic_to_shared(const void* at) { return (unsigned)((const char*)at - emulation::memory[0]); }
+inline void __syncthreads() { emulation::meet(emulation::own_block().meeting, emulation::own_block().threads_left); }
 inline void __syncwarp(unsigned = ~0u) {
     unsigned all[emulation::WARP];
     emulation::exchange(0u, all);
@@ -345,6 +374,7 @@ template <class T, class Join> T __reduce(T x, Join join) {
     return x;
 }
 template <class T> T __reduce_min_sync(unsigned, T x) { return __reduce(x, [](T a, T b) { return a < b ? a : b; }); }
+template <class T> T __reduce_or_sync(unsigned, T x) { return __reduce(x, [](T a, T b) { return a | b; }); }
 template <class T> T __reduce_max_sync(unsigned, T x) { return __reduce(x, [](T a, T b) { return a > b ? a : b; }); }
 template <class T> T atomicAdd(T* at, std::common_type_t<T> x) {
     const T before = *at;
@@ -375,6 +405,7 @@ inline unsigned __float_as_uint(float x) {
     std::memcpy(&y, &x, 4);
     return y;
 }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

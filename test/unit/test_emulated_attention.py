@@ -1,4 +1,4 @@
-"""The attention kernel for few queries, emulated on the CPU without clusters of several blocks, against its definition."""
+"""The attention kernel for few queries, emulated on the CPU, against its definition."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 class Case:
     """Requests of these lengths over a shuffled page table, with NaN in all slots after their ends."""
 
-    def __init__(self, lens: list[int], width: int, heads: tuple[int, int, int], page: int = 16, warps: int = 4) -> None:
+    def __init__(self, lens: list[int], width: int, heads: tuple[int, int, int], page: int = 16, warps: int = 4, blocks: int = 1) -> None:
         torch.manual_seed(sum(lens) + width)
         (H, G, D), B, cols = heads, len(lens), -(-max(lens) // page) + 1
         pages = torch.cat((torch.zeros((1, cols)), torch.randperm(B * cols).view(B, cols) + 1)).int()
         rows, lengths = torch.arange(1, B + 1, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
         self.keys: Any = SimpleNamespace(pages=pages, rows=rows, seq_lens=lengths, page_size=page)
-        config = SimpleNamespace(cluster=ClusterConfig(warps, 2, 1))
+        config = SimpleNamespace(cluster=ClusterConfig(warps, 2, blocks))
         self.shape: Any = SimpleNamespace(batch=B, width=width, num_q_heads=H, num_kv_heads=G, head_dim=D, config=config)
         self.q = guarded(torch.randn((B * width, H, D)).to(BF16))
         self.k, self.v = (guarded(torch.full((B * cols + 1, page, G, D), float("nan"), dtype=BF16)) for _ in range(2))
@@ -76,11 +76,17 @@ def test_attention_follows_its_definition(heads: tuple[int, int, int], width: in
     assert close(case.run(case.q, sinks=sinks, window=50), case.want(case.q, 50, sinks))
 
 
-@pytest.mark.parametrize(("heads", "width"), [((4, 1, 128), 1), ((8, 2, 64), 4)])
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_the_blocks_of_a_cluster_merge_their_parts(blocks: int) -> None:
+    case = Case([4, 100, 333], 4, (4, 1, 128), blocks=blocks)
+    assert close(case.run(case.q), case.want(case.q))
+
+
+@pytest.mark.parametrize(("heads", "width", "blocks"), [((4, 1, 128), 1, 1), ((8, 2, 64), 4, 2)])
 @pytest.mark.parametrize("normed", [False, True])
-def test_new_tokens_are_normed_rotated_and_stored(heads: tuple[int, int, int], width: int, normed: bool) -> None:
+def test_new_tokens_are_normed_rotated_and_stored(heads: tuple[int, int, int], width: int, blocks: int, normed: bool) -> None:
     (H, G, D), lens = heads, [width, 40, 333]
-    case = Case(lens, width, heads)
+    case = Case(lens, width, heads, blocks=blocks)
     angles = torch.rand((512, D // 2)) * 6
     norms = [RMSNorm(torch.rand(D).to(BF16), EPS) for _ in range(2)] if normed else [None, None]
     rotary = RotaryHeads(H, G, D, Rope(torch.cat((angles.cos(), angles.sin()), 1)), *norms)

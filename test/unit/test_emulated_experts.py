@@ -12,9 +12,11 @@ from emulated import COMPILER, emulated, guarded
 from gpu import moe_layers
 from gpu.moe_layers import KINDS, expert_pass, reference, relative, routed, weights
 from runtime.layers.gemm.deferred_norm import DeferredNorm
-from runtime.layers.moe.kernels import down_sums, fragment_rows, pair_sums
+from runtime.layers.moe.definition import route
+from runtime.layers.moe.kernels import down_sums, fragment_rows, pair_sums, route_few
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
+from runtime.layers.moe.router import Router, Routing, RoutingRule
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 BF16 = torch.bfloat16
@@ -25,7 +27,10 @@ ROUNDING = 1e-2
 
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, emulated(tmp_path_factory.mktemp("kernels"), [down_sums, fragment_rows, pair_sums], SMS):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        emulated(tmp_path_factory.mktemp("kernels"), [down_sums, fragment_rows, pair_sums, route_few], SMS),
+    ):
         patch.setattr(moe_layers, "DEVICE", torch.device("cpu"))
         patch.setattr(moe_layers, "DTYPE", BF16)
         yield
@@ -36,13 +41,13 @@ def copied(own: ExpertWeights) -> ExpertWeights:
 
 
 class Layer:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, hidden: int = HIDDEN) -> None:
         torch.manual_seed(len(name))
         kind = KINDS[name]
         self.act = GatedAct(CLAMPED_SWIGLU if kind.format == "mxfp4" else GELU_TANH if kind.bias else SILU)
         (gate_up, self.wide_gate_up), (down, self.wide_down) = (
-            weights(kind, EXPERTS, 2 * INNER, HIDDEN),
-            weights(kind, EXPERTS, HIDDEN, INNER),
+            weights(kind, EXPERTS, 2 * INNER, hidden),
+            weights(kind, EXPERTS, hidden, INNER),
         )
         self.gate_up, self.down = copied(gate_up), copied(down)
 
@@ -85,3 +90,37 @@ def test_experts_of_other_ranks_are_left_out() -> None:
     fragment_rows.experts_by_fragments(expert_pass(layer, x, routing, out, first=4))
     want = layer.want(x, routing, 4)
     assert float((out.double() - want).norm() / want.norm()) < ROUNDING
+
+
+def test_two_blocks_share_three_tiles_of_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fragment_rows, "sums_are_faster", lambda *_: True)
+    hidden = 48 * SMS // 2
+    assert down_sums.best_cut(hidden, SMS).blocks == 2
+    layer, x, routing = Layer("fp8-row", hidden), guarded(torch.randn((2, hidden)).to(BF16)), routed(2, EXPERTS, TOP_K)
+    out = torch.full((2, hidden), float("nan"))
+    fragment_rows.experts_by_fragments(expert_pass(layer, x, routing, out))
+    assert relative(out, layer.want(x, routing)) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "rule"),
+    [
+        (8, 512, RoutingRule(2, "topk_softmax", False)),
+        (40, 272, RoutingRule(4, "softmax", True)),
+        (64, 256, RoutingRule(4, "sigmoid", True, 1.8, shared=1)),
+    ],
+    ids=["columns shared by blocks", "columns in part", "a block for each 16 experts"],
+)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_routing_follows_its_definition(experts: int, hidden: int, rule: RoutingRule, rows: int) -> None:
+    torch.manual_seed(experts)
+    x, weight = guarded(torch.randn((rows, hidden)).to(BF16)), guarded(torch.randn((experts, hidden)).to(BF16))
+    bias = torch.randn(experts).to(BF16) if rule.scoring == "topk_softmax" else None
+    correction = torch.rand(experts) if rule.scoring == "sigmoid" else None
+    router, shape = Router(weight, rule, bias, correction), (rows, rule.chosen)
+    words = -(-(experts + rule.shared) // 32)
+    ids, masks = torch.full(shape, -1, dtype=torch.int32), torch.zeros((rows, words), dtype=torch.int32)
+    found, want = route_few.route_few(x, router, Routing(ids, torch.empty(shape), masks)), route(x, router)
+    assert torch.equal(found.ids, want.ids)
+    assert torch.equal(found.masks, want.masks)
+    torch.testing.assert_close(found.weights, want.weights, rtol=1e-4, atol=1e-6)

@@ -208,7 +208,7 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         prompts = prompt_rows(target.runner.prompt_sizes, context.extend_tokens)
         context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs, prompts)
         if (bounded := model.bounded_head) is not None and not bounded.choices:
-            parts.verifier.score_all_tokens()
+            parts.verifier.greedy.clear()
         if drafting := list(parts.drafter.gemms()):
             context.info.gemms |= model.context.ops.autotune(drafting, sorted(rows), prompt_rows=prompts)
 

@@ -67,10 +67,9 @@ class IterationStages:
         """The graph runners of an iteration that runs as separate graphs."""
         return [self.verifier.runners[depth], *self.drafter.runners(depth)]
 
-    def captured_runners(self, depth: int) -> list[GraphRunner]:
-        """The graph runners whose passes become part of an iteration graph."""
-        greedy = self.verifier.greedy
-        return [*self.runners(depth), *([greedy[depth]] if depth in greedy else [])]
+    def all_runners(self, depth: int) -> list[GraphRunner]:
+        """The same, with those of other kinds of verify passes."""
+        return [*self.verifier.at_depth(depth), *self.drafter.runners(depth)]
 
     def sizes(self, depth: int) -> list[int]:
         """Batch sizes that get an iteration graph: common sizes for which all its passes have graphs."""
@@ -122,8 +121,7 @@ class IterationGraphs:
         runner, depth = self.runners.get(iteration.depth), iteration.depth
         if runner is None or not runner.has_graph(iteration.size) or self._variant(iteration) is None:
             return False
-        parts = (runner, *self._stages.verifier.at_depth(depth), *self._stages.drafter.runners(depth))
-        replays = all(part.mode is RunMode.REPLAY for part in parts)
+        replays = all(part.mode is RunMode.REPLAY for part in (runner, *self._stages.all_runners(depth)))
         return replays and not iteration.shared_tokens and iteration.grammar is None and iteration.caps is None
 
     def run(self, iteration: Iteration) -> tuple[torch.Tensor, VerifyResult]:
@@ -173,7 +171,7 @@ class IterationGraphs:
         load_rows(inputs, inputs.named(ROWS.name, size), stages.target.rows)
         state = inputs.rows(size), inputs.kv_lens(size), inputs.last_tokens(size)
         iteration = Iteration(depth, np.full(size, PAD_ROW, dtype=np.int32), *state, bounds, VARIANTS[variant])
-        with eagerly(stages.captured_runners(depth), RunMode.RECORDED):
+        with eagerly(stages.all_runners(depth), RunMode.RECORDED):
             window = stages.drafter.propose(iteration)
             verify_batch = stages.verifier.fill(iteration, window)
             verified = stages.verifier.run(iteration, verify_batch)

@@ -188,12 +188,6 @@ class Verifier:
         """The result buffers with their current contents."""
         return self._result(iteration, self._runner(iteration).outputs(iteration.size), graph=False)
 
-    def score_all_tokens(self) -> None:
-        """Have no passes without logits; before any capture."""
-        for runner in self.greedy.values():
-            runner.leave_out()
-        self.greedy.clear()
-
     def can_skip_logits(self, depth: int, size: int) -> bool:
         """Whether passes of `size` requests can find only the most likely tokens: with few rows, if the LM head has bounds."""
         return depth in self.greedy and size * self.greedy[depth].spec.width <= BOUNDED_ROWS

@@ -9,7 +9,7 @@
 // Constants from the host besides those of `few_rows_output.cu` and `stages.cu`: SHARE.
 
 constexpr int PIECES = SHARE * STAGE_COLUMNS / 8;             // of 16 bytes of a token, of a warp
-constexpr int TOKEN_BYTES = 16 * PIECES + (FORMAT == 1 ? 16 : 64);  // padded, so that adjacent tokens are in different banks
+constexpr int TOKEN_BYTES = 16 * PIECES + TOKEN_PADDING;
 constexpr int AHEAD = (PIECES + 31) / 32;                     // pieces that a lane loads together
 static_assert(TOKENS * STRIDE * 4 <= TALL * SHARE * STAGE_BYTES, "a warp's sums take the place of its stages");
 

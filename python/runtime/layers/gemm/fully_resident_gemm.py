@@ -14,9 +14,9 @@ from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.gemm.few_rows_output import OutputVariant
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.scale_layout import scale_layout
-from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
+from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES, TOKEN_PADDING
 
-FORMATS: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "dense", torch.float8_e4m3fn: "fp8"}
+FORM_OF: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "dense", torch.float8_e4m3fn: "fp8"}
 ROWS = 16
 """Weight rows of a unit."""
 WARPS = 8
@@ -24,13 +24,11 @@ SHARED_BYTES = 225 << 10
 """Maximum shared memory per block for stages and rows of x, on Hopper."""
 SPACES = (1, 4, 8, 16)
 """Numbers of rows of x for which a kernel may have space."""
-PADDING = {"dense": 64, "fp8": 16}
-"""Bytes between two rows of x in shared memory."""
 
 
 def fully_resident_config(weight: torch.Tensor, rows: int, num_sms: int) -> FullyResidentConfig | None:
     """The tiling with one block per SM, in which all weights fit into shared memory beside `rows` rows of x; None if none does."""
-    (N, K), form = weight.shape, FORMATS[weight.dtype]
+    (N, K), form = weight.shape, FORM_OF[weight.dtype]
     if N % ROWS or rows > SPACES[-1]:
         return None
     stages = -(-K // STAGE_COLUMNS[form])
@@ -40,9 +38,9 @@ def fully_resident_config(weight: torch.Tensor, rows: int, num_sms: int) -> Full
 
 def supports(weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
     """Whether the kernel can multiply bfloat16 rows by this weight on its device. `scale`: of e4m3, as in `scale_layout`."""
-    if not weight.is_cuda or weight.dtype not in FORMATS:
+    if not weight.is_cuda or weight.dtype not in FORM_OF:
         return False
-    (rows, columns), form = weight.shape, FORMATS[weight.dtype]
+    (rows, columns), form = weight.shape, FORM_OF[weight.dtype]
     whole = scale is None or scale_layout(rows, columns, scale)[2] % STAGE_COLUMNS[form] == 0  # a stage has one scale per row
     return whole and fragments.readable(weight, form, columns, STAGE_COLUMNS[form]) and cuda_driver.on_hopper(weight)
 
@@ -69,7 +67,7 @@ def fully_resident_gemm(
         pdl: start before the previous kernel has ended, load weights, then wait (programmatic dependent launch).
     Each row of `out` depends only on its own row of x; the order of summation depends only on K.
     """
-    (M, K), N, form = x.shape, weight.shape[0], FORMATS[weight.dtype]
+    (M, K), N, form = x.shape, weight.shape[0], FORM_OF[weight.dtype]
     assert not epilogue.gated, "expected an epilogue without a gate"
     assert epilogue.deferred is None or config.tall == 1, "the sums of squares of a deferred norm are those of one unit per block"
     variant = OutputVariant.of(x, weight, out, epilogue, config.parts(N), pdl)
@@ -85,7 +83,7 @@ def fully_resident_gemm(
 def _warp_bytes(config: FullyResidentConfig, form: WeightFormat, rows: int) -> int:
     """Bytes of shared memory per warp: its stages, and its columns of x."""
     space = next(space for space in SPACES if rows <= space)
-    return config.share * (config.tall * STAGE_BYTES[form] + space * 2 * STAGE_COLUMNS[form]) + space * PADDING[form]
+    return config.share * (config.tall * STAGE_BYTES[form] + space * 2 * STAGE_COLUMNS[form]) + space * TOKEN_PADDING[form]
 
 
 @cache

@@ -1,11 +1,12 @@
-// Stages of weights, of an expert or of a layer. A stage has 128 bytes of each of 16 rows with their scales in shared memory; a warp copies and multiplies it
-// with the functions of `fragments.cu`. MXFP4 weights stay in core matrices: eight of the first eight rows, then eight of the others.
+// Stages of weights, of an expert or of a layer. A stage has 128 bytes of each of 16 rows with their scales in shared memory; a warp copies and
+// multiplies it with the functions of `fragments.cu`. MXFP4 weights stay in core matrices: eight of the first eight rows, then eight of the others.
 //
 // Constants from the host, in addition to those of `fragments.cu`: EVEN (whether the columns fill whole stages).
 
 constexpr int STAGE_COLUMNS = 2 * CHUNK;
 constexpr int SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == 1 ? 4 : 16;  // of a row in a stage
 constexpr int STAGE_BYTES = 16 * (128 + SCALE_BYTES);                // the rows, then their scales
+constexpr int TOKEN_PADDING = FORMAT == 1 ? 16 : 64;                 // bytes after a token, so that adjacent tokens are in different banks
 constexpr int RUN = FORMAT == 2 ? 8 : 1;                             // rows whose bytes of a stage are contiguous in memory
 
 // Keeps an address in its register; otherwise the compiler would recompute it in each stage.

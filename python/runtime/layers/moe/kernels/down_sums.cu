@@ -15,7 +15,7 @@
 constexpr int ROWS = 16, PASS = 4, THREADS = 32 * WARPS;
 constexpr int TILE_WARPS = WARPS / TILES;                                // warps of a block per tile
 constexpr int PIECES = STAGE_COLUMNS / 8, AT_ONCE = 32 / PIECES;         // 16-byte pieces of a token in a stage; tokens that a warp copies at once
-constexpr int TOKEN_BYTES = 16 * PIECES + (FORMAT == 1 ? 16 : 64);       // padded so that adjacent tokens are in different banks
+constexpr int TOKEN_BYTES = 16 * PIECES + TOKEN_PADDING;
 constexpr int TOKENS = 8, STRIDE = ROWS + 4, COUNT = TOKENS * TILES * ROWS;
 static_assert(COUNT <= THREADS && TOKENS * STRIDE * 4 <= STAGE_BYTES, "a thread finishes one entry; sums take the place of a stage");
 static_assert(WARPS % TILES == 0, "each tile has as many warps");

@@ -12,7 +12,7 @@ from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.gemm.deferred_norm import DeferredNorm, deferred_buffers
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.fragments import FORMATS
-from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
+from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES, TOKEN_PADDING
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument
 
@@ -25,7 +25,7 @@ ROWS = 16
 """Columns of the output in a tile."""
 PASS = 4
 """Tokens of an expert that are multiplied together."""
-TOKEN_BYTES = {"dense": 128 + 64, "fp8": 256 + 16, "mxfp4": 512 + 64}
+TOKEN_BYTES = {kind: 2 * columns + TOKEN_PADDING[kind] for kind, columns in STAGE_COLUMNS.items()}
 """Bytes per token in a stage."""
 REGISTERS = 1 << 16
 """Registers per SM."""

@@ -12,7 +12,7 @@ import torch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.fragments import FORMATS, readable, weights_argument
-from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
+from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES, TOKEN_PADDING
 from runtime.layers.moe.kernels.down_sums import down_sums
 from runtime.layers.moe.kernels.down_sums import is_faster as sums_are_faster
 from runtime.layers.moe.kernels.down_sums import supports as sums_supported
@@ -34,8 +34,6 @@ MOST_TOP_K = 16
 SEGMENTS = 12
 """Maximum sets of tokens per block: its cost is up to 5 / 4 of that of `SEGMENTS - 4` passes, and it may share two more with its
 neighbours."""
-ROW_OFFSETS = {"dense": 64, "fp8": 16, "mxfp4": 64}
-"""Offset of the next token in shared memory modulo the 128 bytes of the banks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ def _split(units: float, stages: int, warps: int) -> int:
 def _stride(w: ExpertWeights) -> int:
     """Bytes from one token to the next in shared memory."""
     size = -(-w.shape[2] // STAGE_COLUMNS[w.format]) * 2 * STAGE_COLUMNS[w.format]  # rounded up to whole stages
-    return size + (ROW_OFFSETS[w.format] - size) % 128
+    return size + (TOKEN_PADDING[w.format] - size) % 128
 
 
 def _shared_bytes(w: ExpertWeights, cut: _Cut, T: int) -> int:

@@ -68,7 +68,7 @@ inline Fiber* current;
 inline int threads_left, cluster_arrived;
 inline unsigned cluster_phase;
 inline long progress;
-inline Position grid_size, block_size;
+inline Position grid_size;
 
 inline void yield() { swapcontext(&current->context, &scheduler); }
 
@@ -324,7 +324,7 @@ template <class Run> void run_cluster(int first_block, int size, int threads, Ru
 }
 
 template <class Run> void launch(int blocks, int threads, int cluster, Run run) {
-    grid_size = {(unsigned)blocks, 1, 1}, block_size = {(unsigned)threads, 1, 1};
+    grid_size = {(unsigned)blocks, 1, 1};
     for (int i = blocks - cluster; i >= 0; i -= cluster) run_cluster(i, cluster, threads, run);
 }
 
@@ -333,7 +333,6 @@ template <class Run> void launch(int blocks, int threads, int cluster, Run run) 
 #define threadIdx (emulation::current->thread)
 #define blockIdx (emulation::own_block().index)
 #define gridDim emulation::grid_size
-#define blockDim emulation::block_size
 
 inline size_t __cvta_generic_to_shared(const void* at) { return (unsigned)((const char*)at - emulation::memory[0]); }
 inline void __syncthreads() { emulation::meet(emulation::own_block().meeting, emulation::own_block().threads_left); }
@@ -341,7 +340,6 @@ inline void __syncwarp(unsigned = ~0u) {
     unsigned all[emulation::WARP];
     emulation::exchange(0u, all);
 }
-inline void __threadfence() {}
 template <class T> T __shfl_sync(unsigned, T x, int lane) {
     T all[emulation::WARP];
     emulation::exchange(x, all);

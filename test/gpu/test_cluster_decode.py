@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from gpu.split_cases import BF16, CLUSTER, DEVICE, MARKS, NEEDS_HOPPER, SMALL, Case, assert_close, definition, make_case
+from gpu.attention_definition import assert_close, definition
+from gpu.split_cases import BF16, CLUSTER, DEVICE, MARKS, NEEDS_HOPPER, SMALL, Case, make_case
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import ClusterConfig
 from runtime.layers.attention.kernels.split_decode import warm_up

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from gpu.split_cases import BF16, CLUSTER, DEVICE, MARKS, NEEDS_HOPPER, SMALL, Case, assert_close, definition, make_case
+from gpu.attention_definition import assert_close, definition
+from gpu.split_cases import BF16, CLUSTER, DEVICE, MARKS, NEEDS_HOPPER, SMALL, Case, make_case
 from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import ClusterConfig, SplitConfig

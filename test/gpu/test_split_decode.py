@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from gpu.split_cases import CLUSTER, DEVICE, DTYPE, KERNELS, MARKS, NEEDS_HOPPER, SCHEDULED, SMALL, assert_close, definition, make_case
+from gpu.attention_definition import assert_close, definition
+from gpu.split_cases import CLUSTER, DEVICE, DTYPE, KERNELS, MARKS, NEEDS_HOPPER, SCHEDULED, SMALL, make_case
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import SplitConfig
 from runtime.layers.attention.kernels import cluster_decode

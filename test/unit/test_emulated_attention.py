@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from emulated import COMPILER, emulated, guarded
+from gpu.attention_definition import definition
 from runtime.config.kernel_configs import ClusterConfig
 from runtime.layers.attention.kernels import cluster_decode
 from runtime.layers.norm import RMSNorm
@@ -28,6 +29,8 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 class Case:
     """Requests of these lengths over a shuffled page table, with NaN in all slots after their ends."""
+
+    kv_scales = None
 
     def __init__(self, lens: list[int], width: int, heads: tuple[int, int, int], page: int = 16, warps: int = 4, blocks: int = 1) -> None:
         torch.manual_seed(sum(lens) + width)
@@ -49,19 +52,9 @@ class Case:
         return cluster_decode.cluster_attention(q, self.k, self.v, self.keys, self.shape, scale, **options)
 
     def want(self, q: torch.Tensor, window: int = -1, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Causal attention in float64."""
-        shape, W, outs = self.shape, self.shape.width, []
-        for b, slots in enumerate(self.slots):
-            group = shape.num_q_heads // shape.num_kv_heads
-            k, v = (cache.flatten(0, 1)[slots].double().repeat_interleave(group, 1) for cache in (self.k, self.v))
-            at, own = torch.arange(len(slots)), len(slots) - W + torch.arange(W)[:, None]
-            seen = (at <= own) & ((at >= own - window) | (window < 0))
-            scores = torch.einsum("whd,nhd->whn", q[b * W : (b + 1) * W].double(), k) * shape.head_dim**-0.5
-            scores = scores.masked_fill(~seen[:, None], float("-inf"))
-            if sinks is not None:
-                scores = torch.cat([scores, sinks.double()[None, :, None].expand(W, -1, 1)], dim=2)
-            outs.append(torch.einsum("whn,nhd->whd", scores.softmax(-1)[:, :, : len(slots)], v))
-        return torch.cat(outs)
+        """Causal attention by its definition."""
+        self.q = q
+        return definition(self, True, window, sinks)[0]
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> bool:

@@ -127,7 +127,7 @@ def compile_all(cases: Iterable[Case], workers: int) -> None:
     kinds = {}
     for (page, width, batch, _, _), config in itertools.product(cases, configs().values()):
         padded = 1 << (split_shape(batch, width, config).splits - 1).bit_length()
-        cut = (page, width, padded, config.tile, config.num_warps, config.stages, config.alone, config.scheduled)
+        cut = (page, width, padded, config.tile, config.num_warps, config.stages, config.alone, config.scheduled, config.whole)
         kinds[cut] = (page, width, batch, config)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_kind, kinds.values(), chunksize=4))
@@ -153,13 +153,12 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     from runtime.layers.attention.fa3 import FlashAttention
     from runtime.layers.attention.kernels.paged_keys import PagedKeys
     from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention
-    from runtime.layers.attention.kernels.split_schedule import schedule_work
 
     page, width, size, _, _ = case
     table, lens, pool = keys.paged(page, size, case.longest), case.lens(), keys.pool
     q = torch.randn((size * width, H, D), device="cuda").to(BF16)
     rows = torch.arange(1, size + 1, dtype=torch.int32, device="cuda")
-    fa3_only = replace(H200, split_kv_batches=(), whole_kv_programs=1 << 30)  # every configuration is compared with FA3
+    fa3_only = replace(H200, split_kv_batches=(), whole_kv_programs=())  # every configuration is compared with FA3
     shape = replace(attention_shape(LAYERS, size, width, case.longest), tuning=fa3_only)
     backend = FlashAttention(shape, pool, table)
     batch = decode_batch(size, width, case.longest)
@@ -173,8 +172,7 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
         sizes = split_shape(size, width, config)
         workspace = SplitWorkspace([sizes], q.device)
         where = PagedKeys(table.pages, rows, lens, page, sizes.empty_schedule(q.device))
-        if where.schedule is not None:
-            schedule_work(lens, sizes.splits, config.tile, where.schedule)
+        sizes.fill_schedule(lens, where.schedule)
         return lambda: [split_attention(q, k, v, where, sizes, workspace, D**-0.5, pdl=True) for k, v in zip(pool.k, pool.v, strict=True)]
 
     return {"FA3": fa3} | {name: split(config) for name, config in configs().items()}
@@ -220,7 +218,9 @@ def measure(keys: Keys, case: Case) -> dict[str, float]:
     want = ways["FA3"]()
     for name, run in ways.items():
         compare(name, case, run(), want)
-    return {name: median_us(run) / LAYERS for name, run in ways.items()}
+    times = {name: median_us(run) / LAYERS for name, run in ways.items()}
+    torch.cuda.empty_cache()  # the memory of their graphs
+    return times
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,7 +12,6 @@ from runtime.config.kernel_configs import ClusterConfig, SplitConfig
 from runtime.layers.attention.kernels import cluster_decode
 from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention
-from runtime.layers.attention.kernels.split_schedule import schedule_work
 from runtime.layers.attention.kernels.split_shape import SplitShape
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -25,6 +24,7 @@ BF16 = torch.bfloat16
 """The dtype of the cluster kernel."""
 SMALL = SplitConfig(tile=16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256, alone=2)
 SCHEDULED = replace(SMALL, scheduled=True)
+WHOLE = replace(SMALL, whole=True)
 CLUSTER = replace(SMALL, cluster=ClusterConfig(warps=8, stages=2, largest=8))
 NEEDS_HOPPER = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 KERNELS = [pytest.param(SMALL, id="triton"), pytest.param(CLUSTER, id="cluster", marks=NEEDS_HOPPER)]
@@ -100,7 +100,6 @@ def make_case(
     ints = {"dtype": torch.int32, "device": DEVICE}
     schedule = shape.empty_schedule(DEVICE)
     keys = PagedKeys(pages.to(DEVICE), torch.arange(1, B + 1, **ints), torch.tensor(lens, **ints), page_size, schedule)
-    if schedule is not None:
-        schedule_work(keys.seq_lens, shape.splits, config.tile, schedule)
+    shape.fill_schedule(keys.seq_lens, schedule)
     q = torch.randn((B * width, H, D)).to(DEVICE, dtype)
     return Case(shape, keys, q, k.to(dtype), v.to(dtype), SplitWorkspace([shape], DEVICE))

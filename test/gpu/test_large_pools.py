@@ -14,7 +14,6 @@ from runtime.config.kernel_configs import ClusterConfig, LatentConfig, SplitConf
 from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention
 from runtime.layers.attention.kernels.paged_keys import CausalQueries, PagedKeys
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention
-from runtime.layers.attention.kernels.split_schedule import schedule_work
 from runtime.layers.attention.kernels.split_shape import SplitShape
 from runtime.layers.attention.kernels.tree_tail import merge_tree_tail
 from runtime.layers.attention.kernels.wide_prefill import wide_prefill
@@ -60,8 +59,7 @@ def test_split_attention_reads_keys_behind_2_to_the_31_values(kernel: str) -> No
 
     def attend(cache: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         schedule = shape.empty_schedule(DEVICE)
-        if schedule is not None:
-            schedule_work(lens, shape.splits, config.tile, schedule)
+        shape.fill_schedule(lens, schedule)
         keys = PagedKeys(at, torch.zeros(1, **INTS), lens, PAGE, schedule)
         return split_attention(q, cache, cache, keys, shape, SplitWorkspace([shape], DEVICE), D**-0.5)
 

@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 from gpu.attention_definition import assert_close, definition
-from gpu.split_cases import CLUSTER, DEVICE, DTYPE, KERNELS, MARKS, NEEDS_HOPPER, SCHEDULED, SMALL, make_case
+from gpu.split_cases import CLUSTER, DEVICE, DTYPE, KERNELS, MARKS, NEEDS_HOPPER, SCHEDULED, SMALL, WHOLE, make_case
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import SplitConfig
 from runtime.layers.attention.kernels import cluster_decode
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, warm_up
-from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
+from runtime.layers.attention.kernels.split_schedule import COMPARED_AT_ONCE, WorkSchedule, order_requests, schedule_shares
 from runtime.layers.attention.kernels.split_shape import SplitShape, one_of_each_kernel, supports
 
 pytestmark = MARKS
@@ -68,7 +68,7 @@ def test_groups_of_any_size_in_clusters(heads: tuple[int, int, int], width: int)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("batch", "window"), [(1, -1), (4, 0), (8, -1), (16, 130), (26, -1), (40, 90)])
+@pytest.mark.parametrize(("batch", "window"), [(1, -1), (4, 0), (8, -1), (16, 130), (26, -1), (40, 90), (64, -1)])
 def test_every_default_cut_holds_at_its_widest(head_dim: int, batch: int, window: int) -> None:
     """The most rows per program, and so the most shared memory, at the largest batch of each config of Triton's kernels."""
     lens = np.random.default_rng(batch * head_dim).integers(8, 400 if batch < 16 else 200, batch).tolist()
@@ -77,7 +77,7 @@ def test_every_default_cut_holds_at_its_widest(head_dim: int, batch: int, window
     assert_close(case.run(window=window), definition(case, True, window)[0])
 
 
-@pytest.mark.parametrize("config", [*KERNELS, pytest.param(SCHEDULED, id="scheduled")])
+@pytest.mark.parametrize("config", [*KERNELS, pytest.param(SCHEDULED, id="scheduled"), pytest.param(WHOLE, id="whole")])
 @pytest.mark.parametrize(("width", "window"), [(1, -1), (1, 20), (4, -1), (4, 127), (8, 0)])
 @pytest.mark.parametrize("sms", [1, 40])
 def test_a_sink_counts_once_in_every_query(sms: int, width: int, window: int, config: SplitConfig) -> None:
@@ -86,7 +86,7 @@ def test_a_sink_counts_once_in_every_query(sms: int, width: int, window: int, co
     assert_close(case.run(window=window, sinks=sinks), definition(case, True, window, sinks)[0])
 
 
-@pytest.mark.parametrize("config", [SMALL, SCHEDULED], ids=["static", "scheduled"])
+@pytest.mark.parametrize("config", [SMALL, SCHEDULED, WHOLE], ids=["static", "scheduled", "whole"])
 @pytest.mark.parametrize(
     ("heads", "width", "window"), [((4, 2, 64), 1, -1), ((8, 2, 128), 4, 20), ((8, 1, 128), 16, -1), ((3, 1, 256), 4, -1)]
 )
@@ -156,7 +156,7 @@ LENGTHS = {
 def test_a_schedule_has_every_share_once_and_balances_lengths(lens: list[int], splits: int) -> None:
     schedule = WorkSchedule.empty(len(lens), 2, splits, DEVICE)
     schedule.items.fill_(77)
-    schedule_work(torch.tensor(lens, dtype=torch.int32, device=DEVICE), splits, 16, schedule)
+    schedule_shares(torch.tensor(lens, dtype=torch.int32, device=DEVICE), splits, 16, schedule)
     items, tiles = schedule.items.tolist(), [-(-n // 16) for n in lens]
     given = [item for item in items if item >= 0]
     assert items == given + [-1] * (len(items) - len(given)), "those without work come last"
@@ -193,17 +193,48 @@ def test_a_scheduled_prefix_pass_returns_the_log_sum_exp() -> None:
 def test_a_schedule_of_earlier_lengths_serves_later_passes() -> None:
     case = make_case([17, 300, 64, 5], 1, 16, sms=1, config=SCHEDULED)
     assert case.keys.schedule is not None
-    schedule_work(torch.tensor([9, 20, 64, 400], dtype=torch.int32, device=DEVICE), case.shape.splits, SCHEDULED.tile, case.keys.schedule)
+    case.shape.fill_schedule(torch.tensor([9, 20, 64, 400], dtype=torch.int32, device=DEVICE), case.keys.schedule)
     assert_close(case.run(), definition(case, True, -1)[0])
+
+
+@pytest.mark.parametrize("lens", [[w + 4 for w in lens] for lens in LENGTHS.values()], ids=LENGTHS.keys())
+@pytest.mark.parametrize(("width", "window"), [(1, -1), (4, -1), (3, 20)])
+def test_whole_requests_follow_the_definition(lens: list[int], width: int, window: int) -> None:
+    case = make_case(lens, width, 16, config=WHOLE)
+    assert case.shape.partial_rows == 0
+    assert_close(case.run(window=window), definition(case, True, window)[0])
+
+
+def test_whole_requests_have_the_same_bits_in_any_order() -> None:
+    case = make_case([17, 300, 64, 5, 120], 2, 16, config=WHOLE)
+    first = case.run()
+    case.shape.fill_schedule(torch.tensor([9, 20, 64, 400, 1], dtype=torch.int32, device=DEVICE), case.keys.schedule)
+    assert torch.equal(case.run(), first)
+
+
+def test_a_prefix_pass_over_whole_requests_returns_the_log_sum_exp() -> None:
+    case = make_case([5, 90, 1, 260], 4, 16, config=WHOLE)
+    lse = torch.full(case.q.shape[:2], float("nan"), dtype=torch.float32, device=DEVICE)
+    out, want = case.run(causal=False, lse=lse), definition(case, False, -1)
+    assert_close(out, want[0])
+    assert_close(lse, want[1])
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 17, COMPARED_AT_ONCE, COMPARED_AT_ONCE + 3])
+def test_requests_with_more_tiles_come_first(count: int) -> None:
+    lens = np.random.default_rng(count).integers(1, 160, count)  # 10 tiles, so that many requests have equal ones
+    order = torch.full((count,), -1, dtype=torch.int32, device=DEVICE)
+    order_requests(torch.from_numpy(lens).to(DEVICE, torch.int32), 16, order)
+    assert order.tolist() == sorted(range(count), key=lambda b: (-(int(lens[b]) + 15 >> 4), b))
 
 
 def test_the_most_scheduled_requests_may_all_differ_in_length() -> None:
     schedule, lens = WorkSchedule.empty(128, 2, 1, DEVICE), torch.arange(1, 8 * 128, 8, dtype=torch.int32, device=DEVICE)
-    schedule_work(lens, 1, 16, schedule)
+    schedule_shares(lens, 1, 16, schedule)
     assert sorted({item & 1023 for item in schedule.items.tolist() if item >= 0}) == list(range(128))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 8, 32, 64])
+@pytest.mark.parametrize("batch", [1, 2, 8, 32, 48, 64])
 def test_workspace_made_for_several_passes_has_room_for_each(batch: int) -> None:
     shapes = [SplitShape(batch, width, 32, 8, 128, 132, H200.split_config(128, batch)) for width in (1, 2, 4, 8)]
     workspace = SplitWorkspace(shapes, torch.device("cpu"))
@@ -227,7 +258,7 @@ def test_passes_too_wide_for_the_tile_are_refused() -> None:
 def test_warm_up_of_each_kind_compiles_all_batch_sizes(monkeypatch: pytest.MonkeyPatch, width: int, tree: bool, sinks: bool) -> None:
     import triton
 
-    shapes = [SplitShape(size, width, 32, 8, 128, 132, H200.split_config(128, size)) for size in range(1, 65)]
+    shapes = [SplitShape(size, width, 32, 8, 128, 132, H200.split_config(128, size)) for size in range(1, 81)]
 
     def run(shape: SplitShape) -> None:
         warm_up(shape, 64, DTYPE, DEVICE, tree=tree, window=-1, sinks=sinks, pdl=False)

@@ -57,8 +57,8 @@ class DeviceTuning:
         split_kv_batches: ranges of batch sizes, first and last, whose fixed-width passes run split-KV attention instead of FA3.
         split_kv_width: maximum queries per request of such a pass.
         split_kv_queries: passes with more queries per request also run split-KV attention if they have at most this many in total.
-        whole_kv_programs: so do passes of one query per request with at least this many requests times KV heads; one program then processes
-            all keys of a request and KV head.
+        whole_kv_programs: (maximum queries per request, requests times KV heads), ascending: so do passes with at least this many requests
+            times KV heads.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last applies to any batch.
         wide_split_kv: configuration for head dimensions above 256 and any batch.
         latent: (maximum queries times heads of a request, configuration of split-KV attention over latent rows), ascending; the last
@@ -86,7 +86,7 @@ class DeviceTuning:
     split_kv_batches: tuple[tuple[int, int], ...]
     split_kv_width: int
     split_kv_queries: int
-    whole_kv_programs: int
+    whole_kv_programs: tuple[tuple[int, int], ...]
     split_kv: tuple[tuple[int, SplitConfig], ...]
     wide_split_kv: SplitConfig
     latent: tuple[tuple[int, LatentConfig], ...]
@@ -109,7 +109,7 @@ class DeviceTuning:
 
     def split_wins(self, batch: int, width: int, num_kv_heads: int) -> bool:
         """Whether passes of `width` queries for each of `batch` requests run split-KV attention."""
-        if width == 1 and batch * num_kv_heads >= self.whole_kv_programs:
+        if any(width <= most and batch * num_kv_heads >= least for most, least in self.whole_kv_programs):
             return True
         if width > self.split_kv_width:
             return batch * width <= self.split_kv_queries
@@ -162,26 +162,26 @@ H200 = DeviceTuning(
     graph_node_bytes=5800,
     # On two H100s 51 graphs of 96 calls took 551 MiB more than by their nodes.
     nccl_node_bytes=120_000,
-    # Up to 1.5 times as fast as FA3 with one request, 10 to 25 % faster up to 16. At 32, 12 % faster where lengths are
-    # alike, 10 % slower where they differ by a factor of seven. With other batch sizes FA3 is as fast.
-    split_kv_batches=((1, 16), (25, 32)),
+    # Up to 1.5 times as fast as FA3 with one request, 10 to 25 % faster up to 16. From 32 to 48, 1.4 times as fast with 200 keys per
+    # request and 1.1 times with 1,500; up to 10 % slower where 2,500 keys on average differ by a factor of seven.
+    split_kv_batches=((1, 16), (25, 48)),
     split_kv_width=4,
     # Windows of 8 and 16: up to a fifth faster than FA3 with up to 64 queries and 1,000 keys, as fast with 4,000; with 128
     # queries FA3 is a quarter faster.
     split_kv_queries=64,
-    # An 8B model with 48 and more requests decodes up to 5 % faster than with FA3 where contexts are short, and as fast at
-    # 1,500 tokens. With four queries per request, FA3 is as fast.
-    whole_kv_programs=384,
+    # Of 64 to 128 requests with 8 KV heads, one and eight queries each: 1.2 to 1.6 times as fast as FA3 with 200 keys per request, 1.04 to
+    # 1.1 times with 1,500, and as fast with 4,000 or where lengths differ by a factor of seven.
+    whole_kv_programs=((4, 384), (8, 512)),
     # A tile of 64 keys and values is at most 32 KiB, so two or three programs share an SM. With few requests one program per SM has less to
-    # merge, and its tiles may be twice as long. For 17 to 32 requests a schedule balances the programs; more requests have one program per
-    # KV head. Up to eight requests, one launch less matters: the blocks of a cluster merge their results, in the largest clusters that all
-    # run concurrently.
+    # merge, and its tiles may be twice as long. For 17 to 48 requests a schedule balances the programs; more requests have one program per
+    # KV head, and two programs share an SM: three are slower where the last of them leave SMs idle. Up to eight requests, one launch less
+    # matters: the blocks of a cluster merge their results, in the largest clusters that all run concurrently.
     split_kv=(
         (4, SplitConfig(128, num_warps=4, stages=3, programs_per_sm=1, alone=2, cluster=_CLUSTER)),
         (8, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2, cluster=_CLUSTER)),
         (16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3)),
-        (32, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),
-        (1 << 16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=1, max_partial_rows=1)),
+        (48, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),
+        (1 << 16, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2, whole=True)),
     ),
     # A tile of keys and values is 64 KiB.
     wide_split_kv=SplitConfig(32, num_warps=8, stages=3, programs_per_sm=1, max_partial_rows=1024),

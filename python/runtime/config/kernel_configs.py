@@ -139,7 +139,8 @@ class SplitConfig:
         programs_per_sm: number of programs per SM at which the split aims.
         max_partial_rows: maximum splits times rows to merge per request and KV head; wide passes get fewer splits.
         alone: up to this many tiles, one program processes all of them and nothing is merged.
-        scheduled: programs follow a `WorkSchedule` computed from the lengths of the pass; otherwise each request has its own programs.
+        scheduled: the lengths of a pass decide on its splits and on the order of its programs; otherwise each request has as many splits.
+        whole: one program processes all keys of a request, and those of the longest requests start first.
         cluster: the configuration of the cluster kernel, for the passes that it supports; None: the two Triton kernels run all passes.
     """
 
@@ -150,6 +151,7 @@ class SplitConfig:
     max_partial_rows: int = 512
     alone: int = 4
     scheduled: bool = False
+    whole: bool = False
     cluster: ClusterConfig | None = None
 
 

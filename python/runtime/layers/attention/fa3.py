@@ -17,7 +17,7 @@ from runtime.layers.attention.kernels import cluster_decode
 from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.shared_prefix import merge_prefix, split_pages
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention, warm_up
-from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
+from runtime.layers.attention.kernels.split_schedule import WorkSchedule
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
 from runtime.layers.attention.kernels.tree_tail import merge_tree_tail
 from runtime.layers.attention.widened_prompts import PromptGroup, WidenedPrompts
@@ -161,8 +161,8 @@ class FlashAttention(AttentionBackend):
             for pass_index in range(1 if plan.at.tail else num_passes):
                 for window, causal in self._kinds:
                     self._schedule(plan, batch, pass_index, window, causal and not plan.at.tail)
-        elif plan.schedule is not None:
-            schedule_work(plan.at.key_lens(batch, 0), plan.split.splits, plan.split.config.tile, plan.schedule)
+        else:
+            plan.split.fill_schedule(plan.at.key_lens(batch, 0), plan.schedule)
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, head_dim] -> [T, H * head_dim]."""
@@ -252,8 +252,8 @@ class FlashAttention(AttentionBackend):
         if plan.split is None:
             own = self._tiles(shared.own_pages, shared.own_lens, plan.cu_seqlens_q, plan.at.width, -1, True)
             _keep(plan.metadata, (0, -1, True), own)
-        elif plan.schedule is not None:
-            schedule_work(shared.own_lens, plan.split.splits, plan.split.config.tile, plan.schedule)
+        else:
+            plan.split.fill_schedule(shared.own_lens, plan.schedule)
 
     def _plan_groups(self, groups: list[PromptGroup]) -> None:
         """Compute the tile schedules of a ragged pass once; otherwise each layer would compute them."""

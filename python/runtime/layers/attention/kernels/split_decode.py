@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.layers.attention.kernels import cluster_decode
 from runtime.layers.attention.kernels.paged_keys import PagedKeys
-from runtime.layers.attention.kernels.split_schedule import schedule_work, unpack
+from runtime.layers.attention.kernels.split_schedule import unpack
 from runtime.layers.attention.kernels.split_shape import SplitShape
 from runtime.layers.attention.kernels.tile_slots import tile_slots
 from runtime.layers.kernels.pdl import launch_options
@@ -91,17 +91,17 @@ def split_attention(
     if lse is None and cluster_decode.supports(shape, keys.page_size, q, k_cache, sinks):
         return cluster_decode.cluster_attention(q, k_cache, v_cache, keys, shape, scale, causal=causal, window=window, sinks=sinks, pdl=pdl)
     config, schedule, splits, out = shape.config, keys.schedule, shape.splits, torch.empty_like(q)
-    items, arrived, space = (None, None, 0) if schedule is None else (schedule.items, schedule.arrived, len(schedule.items))
+    items, arrived = (None, None) if schedule is None else (schedule.items, schedule.arrived)
     outputs = out, lse, workspace.out, workspace.top, workspace.total
     group = shape.num_q_heads // shape.num_kv_heads
     shared = dict(
         WIDTH=shape.width, GROUP=group, NUM_KV=shape.num_kv_heads, D=shape.head_dim, TILE=config.tile, ALONE=config.alone, ROWS=shape.rows,
         WINDOW=window >= 0, LSE=lse is not None, PDL=pdl, **launch_options(pdl),
     )  # fmt: skip
-    _split_kernel[(shape.parts, shape.programs, 1) if config.scheduled else (shape.parts, splits, shape.batch)](
+    _split_kernel[(shape.parts, 1, len(schedule.items)) if schedule is not None else (shape.parts, splits, shape.batch)](
         q, k_cache, v_cache, kv_scales, sinks, keys.pages, keys.rows, keys.seq_lens, items, arrived, *outputs, scale / LN_2, splits, window,
-        keys.pages.stride(0), space, **shared, BLOCK_M=shape.block_rows, PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES,
-        SCHEDULED=config.scheduled, SINKS=sinks is not None, SCALED=kv_scales is not None, AT_ONCE=MERGED_AT_ONCE,
+        keys.pages.stride(0), **shared, BLOCK_M=shape.block_rows, PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES,
+        SCHEDULED=config.scheduled, WHOLE=config.whole, SINKS=sinks is not None, SCALED=kv_scales is not None, AT_ONCE=MERGED_AT_ONCE,
         num_warps=config.num_warps, num_stages=config.stages,
     )  # fmt: skip
     if splits > 1 and not config.scheduled:
@@ -118,7 +118,8 @@ def _check(q: torch.Tensor, keys: PagedKeys, shape: SplitShape, workspace: Split
     assert shape.batch * shape.width == len(q), f"{len(q)} queries, but {shape.batch} requests of {shape.width} were prepared"
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert q.is_contiguous(), "queries must be contiguous"
-    assert (keys.schedule is not None) == shape.config.scheduled, "a schedule must be given exactly if the config is scheduled"
+    ordered = shape.config.scheduled or shape.config.whole
+    assert (keys.schedule is not None) == ordered, "a schedule must be given exactly if the config has one"
 
 
 def warm_up(
@@ -151,8 +152,7 @@ def warm_up(
     rows = torch.zeros(shape.batch, dtype=torch.int32, device=device)
     lens = torch.full((shape.batch,), shape.width, dtype=torch.int32, device=device)
     schedule = shape.empty_schedule(device)
-    if schedule is not None:
-        schedule_work(lens, shape.splits, shape.config.tile, schedule)
+    shape.fill_schedule(lens, schedule)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree or shared else None
     keys, sink = PagedKeys(pages, rows, lens, page_size, schedule), q.new_zeros(shape.num_q_heads) if sinks and not tree else None
     if heads is not None and lse is None and shape.rotates and cluster_decode.takes_rows(heads, shape, page_size, q, cache, sink):
@@ -295,73 +295,67 @@ def _gather(
 
 
 @triton.jit(
-    do_not_specialize=["splits", "window", "pages_stride", "space"],
+    do_not_specialize=["splits", "window", "pages_stride"],
     # the lengths of draft passes have any alignment
     do_not_specialize_on_alignment=["scales_ptr", "sinks_ptr", "pages_ptr", "rows_ptr", "lens_ptr", "items_ptr", "arrived_ptr", "lse_ptr"],
 )
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, pages_ptr, rows_ptr, lens_ptr, items_ptr, arrived_ptr, out_ptr, lse_ptr,
-    part_ptr, top_ptr, total_ptr, scale, splits, window, pages_stride, space,
+    part_ptr, top_ptr, total_ptr, scale, splits, window, pages_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, SCHEDULED: tl.constexpr, SINKS: tl.constexpr,
-    SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, SCHEDULED: tl.constexpr, WHOLE: tl.constexpr,
+    SINKS: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program processes all queries of one request, or some rows of them, against one KV head's share of the keys.
 
-    With a schedule a program processes several shares, in increasing order of items in one round and decreasing in the next. The last
-    program of a request to finish merges its shares.
+    With a schedule, the last program of a request to finish merges its shares.
     """
     BLOCKS: tl.constexpr = max(ROWS // BLOCK_M, 1)
     g = tl.program_id(0) // BLOCKS
     m = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
-    rounds = 1
-    if SCHEDULED:
-        rounds = tl.cdiv(space, tl.num_programs(1))
     if PDL:
         gdc_launch_dependents()
     # Lengths, schedule and tables are read before the wait, while earlier kernels that also started early may still run. All of these were
     # launched after the last kernel that waited first (the embedding), or after the start of the graph, when plan and page table were
     # written. Keys may not be written yet; a prefetch is only a hint.
-    for r in range(0, rounds):
-        split, b = tl.program_id(1), tl.program_id(2)
-        item = b * splits + split
-        pieces = splits
-        if SCHEDULED:
-            item = r * tl.num_programs(1) + (tl.program_id(1) if r % 2 == 0 else tl.num_programs(1) - 1 - tl.program_id(1))
-            mine = tl.load(items_ptr + item, mask=item < space, other=-1)
-            b, split, pieces = unpack(mine)
-        length = tl.load(lens_ptr + b)
-        pages = pages_ptr + tl.load(rows_ptr + b).to(tl.int64) * pages_stride
-        low, end, each, used = _cut(length, pieces, window, WIDTH, TILE, ALONE, WINDOW)
-        first = low + split * each
-        last = tl.minimum(first + each, end)
-        if PDL:  # noqa: SIM102 - the outer condition is a constexpr, the inner is not
-            if r == 0:
-                if split < used:
-                    _prefetch_share(k_ptr, v_ptr, pages, g, length, first, last, NUM_KV, D, TILE, PAGE, PREFETCH)
-                gdc_wait()
+    split, b = tl.program_id(1), tl.program_id(2)
+    item = b * tl.num_programs(1) + split
+    pieces = splits
+    if WHOLE:
+        b = tl.load(items_ptr + item)
+    elif SCHEDULED:
+        b, split, pieces = unpack(tl.load(items_ptr + item))
+    length = tl.load(lens_ptr + b)
+    pages = pages_ptr + tl.load(rows_ptr + b).to(tl.int64) * pages_stride
+    low, end, each, used = _cut(length, pieces, window, WIDTH, TILE, ALONE, WINDOW)
+    first = low + split * each
+    last = tl.minimum(first + each, end)
+    if PDL:
         if split < used:
-            acc, top, total = _attend(
-                q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, pages, b, g, m, length, split, first, last, scale, window,
-                WIDTH, GROUP, NUM_KV, D, TILE, WINDOW, BLOCK_M, PAGE, CAUSAL, SINKS, SCALED,
-            )  # fmt: skip
-            if used == 1:
-                _finish(out_ptr, lse_ptr, b, g, m, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE)
-            else:
-                row = (item * NUM_KV + g) * ROWS + m
-                tl.store(part_ptr + row[:, None] * D + tl.arange(0, D)[None, :], acc, mask=(m < ROWS)[:, None])
-                tl.store(top_ptr + row, top, mask=m < ROWS)
-                tl.store(total_ptr + row, total, mask=m < ROWS)
-                if SCHEDULED:
-                    tl.debug_barrier()  # all threads must have stored before one thread signals it
-                    arrived = arrived_ptr + b * tl.num_programs(0) + tl.program_id(0)
-                    if tl.atomic_add(arrived, 1, sem="acq_rel") == used - 1:
-                        tl.store(arrived, 0)
-                        acc, top, total = _gather(
-                            part_ptr, top_ptr, total_ptr, item - split, used, g, m, NUM_KV, D, ROWS, BLOCK_M, AT_ONCE
-                        )  # fmt: skip
-                        _finish(out_ptr, lse_ptr, b, g, m, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE)
+            _prefetch_share(k_ptr, v_ptr, pages, g, length, first, last, NUM_KV, D, TILE, PAGE, PREFETCH)
+        gdc_wait()
+    if split < used:
+        acc, top, total = _attend(
+            q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, pages, b, g, m, length, split, first, last, scale, window,
+            WIDTH, GROUP, NUM_KV, D, TILE, WINDOW, BLOCK_M, PAGE, CAUSAL, SINKS, SCALED,
+        )  # fmt: skip
+        if True if WHOLE else used == 1:
+            _finish(out_ptr, lse_ptr, b, g, m, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE)
+        else:
+            row = (item * NUM_KV + g) * ROWS + m
+            tl.store(part_ptr + row[:, None] * D + tl.arange(0, D)[None, :], acc, mask=(m < ROWS)[:, None])
+            tl.store(top_ptr + row, top, mask=m < ROWS)
+            tl.store(total_ptr + row, total, mask=m < ROWS)
+            if SCHEDULED:
+                tl.debug_barrier()  # all threads must have stored before one thread signals it
+                arrived = arrived_ptr + b * tl.num_programs(0) + tl.program_id(0)
+                if tl.atomic_add(arrived, 1, sem="acq_rel") == used - 1:
+                    tl.store(arrived, 0)
+                    acc, top, total = _gather(
+                        part_ptr, top_ptr, total_ptr, item - split, used, g, m, NUM_KV, D, ROWS, BLOCK_M, AT_ONCE
+                    )  # fmt: skip
+                    _finish(out_ptr, lse_ptr, b, g, m, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE)
 
 
 @triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lens_ptr", "lse_ptr"])

@@ -1,4 +1,4 @@
-"""The split-KV schedule: splits the keys of requests into shares of similar length, from the lengths on the device."""
+"""Schedules of split-KV attention from the lengths on the device: shares of similar length, or whole requests, the longest first."""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
@@ -15,14 +15,18 @@ MAX_SCHEDULED = 128
 """Maximum requests of one schedule; a single program compares all of them."""
 MAX_SHARES = 32
 """Maximum splits of one request."""
+ORDERED_AT_ONCE = 16
+"""Requests whose positions one program computes."""
+COMPARED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class WorkSchedule:
-    """The shares of a pass, in the order in which programs process them. The shares of a request are adjacent.
+    """The shares of a pass, in the order in which their programs start.
 
     Attributes:
-        items: int32 [(splits + 1) * B], packed by `pack`: the longest shares first, then -1.
+        items: int32. Of a pass with shares [(splits + 1) * B], packed by `pack`: the longest first, those of a request adjacent, then -1.
+            Of a pass over whole requests [B]: their numbers, the longest first.
         arrived: int32 [B, parts], number of finished shares by request and part; zero between passes.
     """
 
@@ -31,13 +35,13 @@ class WorkSchedule:
 
     @classmethod
     def empty(cls, batch: int, parts: int, splits: int, device: torch.device) -> WorkSchedule:
-        """Space for `batch` requests, allocated once."""
+        """Space for `batch` requests, allocated once. `splits`: 0 for whole requests."""
         ints = torch.zeros(batch * (splits + 1 + parts), dtype=torch.int32, device=device)
         items = batch * (splits + 1)
         return cls(ints[:items], ints[items:].view(batch, parts))
 
 
-def schedule_work(lens: torch.Tensor, splits: int, tile: int, out: WorkSchedule) -> None:
+def schedule_shares(lens: torch.Tensor, splits: int, tile: int, out: WorkSchedule) -> None:
     """Split requests of lens int32 [B] into shares of whole tiles of `tile` keys, not much longer than the mean share.
 
     With s = `splits`, a share has at most (1 + 1 / 4s) / s of the mean length, so requests of equal length get s shares each, and all
@@ -50,6 +54,16 @@ def schedule_work(lens: torch.Tensor, splits: int, tile: int, out: WorkSchedule)
         lens, out.items, batch, space, splits,
         TILE=tile, MOST=MAX_SHARES, BLOCK=block, SPACE=triton.next_power_of_2(space), num_warps=max(min(block * block // 1024, 8), 1),
     )  # fmt: skip
+
+
+def order_requests(lens: torch.Tensor, tile: int, out: torch.Tensor) -> None:
+    """Order requests of lens int32 [B] by their tiles of `tile` keys, the longest first, then by number. Can be captured.
+
+    out: int32 [B].
+    """
+    _order_kernel[(triton.cdiv(len(lens), ORDERED_AT_ONCE),)](
+        lens, out, len(lens), TILE=tile, OWN=ORDERED_AT_ONCE, OTHERS=COMPARED_AT_ONCE, num_warps=4
+    )
 
 
 @triton.jit
@@ -82,3 +96,18 @@ def _schedule_kernel(
         tl.store(items_ptr + first + share, pack(i, share, shares), mask=inside & (share < shares))
     item = tl.arange(0, SPACE)
     tl.store(items_ptr + item, -1, mask=(item >= tl.sum(shares, 0)) & (item < space))
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["lens_ptr", "order_ptr"])
+def _order_kernel(lens_ptr, order_ptr, count, TILE: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr):
+    """The positions of OWN requests: how many others come before each."""
+    i = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    own = tl.cdiv(tl.load(lens_ptr + i, mask=i < count, other=0), TILE)
+    position = tl.zeros((OWN,), dtype=tl.int32)
+    for start in range(0, count, OTHERS):
+        j = start + tl.arange(0, OTHERS)
+        tiles = tl.cdiv(tl.load(lens_ptr + j, mask=j < count, other=0), TILE)
+        longer = tiles[None, :] > own[:, None]
+        earlier = (tiles[None, :] == own[:, None]) & (j[None, :] < i[:, None])
+        position += tl.sum(((longer | earlier) & (j < count)[None, :]).to(tl.int32), 1)
+    tl.store(order_ptr + position, i, mask=i < count)

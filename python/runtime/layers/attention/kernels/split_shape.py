@@ -9,7 +9,7 @@ import torch
 import triton
 
 from runtime.config.kernel_configs import SplitConfig
-from runtime.layers.attention.kernels.split_schedule import MAX_SHARES, WorkSchedule
+from runtime.layers.attention.kernels.split_schedule import MAX_SHARES, WorkSchedule, order_requests, schedule_shares
 
 MAX_WIDTH = 16
 """Maximum queries per request."""
@@ -64,13 +64,10 @@ class SplitShape:
     @property
     def splits(self) -> int:
         """Programs per request and part. Independent of lengths, so a captured grid is valid for all."""
+        if self.config.whole:
+            return 1
         wanted = self.config.programs_per_sm * self.num_sms // (self.batch * self.parts)
         return max(min(wanted, MAX_SPLITS, self.config.max_partial_rows // self.rows), 1)
-
-    @property
-    def programs(self) -> int:
-        """Programs per part of a scheduled pass: as many as the device runs concurrently."""
-        return max(self.config.programs_per_sm * self.num_sms // self.parts, 1)
 
     @property
     def partial_rows(self) -> int:
@@ -84,8 +81,19 @@ class SplitShape:
         return self.batch * self.width * self.num_kv_heads * self.head_dim <= MAX_ROTATED
 
     def empty_schedule(self, device: torch.device) -> WorkSchedule | None:
-        """Buffers for `schedule_work`; None if every request has its own `splits` programs."""
-        return WorkSchedule.empty(self.batch, self.parts, self.splits, device) if self.config.scheduled else None
+        """Buffers for `fill_schedule`; None if every request has its own `splits` programs."""
+        if not (self.config.scheduled or self.config.whole):
+            return None
+        return WorkSchedule.empty(self.batch, self.parts, 0 if self.config.whole else self.splits, device)
+
+    def fill_schedule(self, lens: torch.Tensor, schedule: WorkSchedule | None) -> None:
+        """Compute the schedule of a pass over requests of lens int32 [B], if it has one. Can be captured."""
+        if schedule is None:
+            return
+        if self.config.whole:
+            order_requests(lens, self.config.tile, schedule.items)
+        else:
+            schedule_shares(lens, self.splits, self.config.tile, schedule)
 
 
 def one_of_each_kernel(shapes: Iterable[SplitShape]) -> list[SplitShape]:

@@ -174,8 +174,42 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     skip_to_scales(own, w, 0, own_row + g, own_row + g + 8);  // the same for all experts, which have a multiple of eight scales
     int own_token = place_of_token();
     float sums[1][4] = {};
+    // With one token in FP8 and all stages in flight, nothing is copied into a stage again, so the stages are converted side by side: the
+    // largest values of the stages take as many shuffles as before, but do not wait for each other.
+    const bool at_once = FORMAT == 1 && T == 1 && own_stages <= DEPTH;
+    if (at_once) {
+        wait_copies();
+        __syncwarp();
+        uint4 v[DEPTH];
+        float factor[DEPTH];
+        #pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            const u8* const piece = ring + i * stage_bytes + STAGE_BYTES + lane % PIECES * 16;
+            v[i] = i < own_stages && lane < PIECES ? *(const uint4*)piece : make_uint4(0, 0, 0, 0);
+        }
+        #pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            const u32 most = largest8(0, v[i]);
+            const int base = base_of(largest_of_warp(max(most & 0xFFFF, most >> 16)));
+            v[i] = narrow8(v[i], base), factor[i] = widening(base);
+        }
+        #pragma unroll
+        for (int i = 0; i < DEPTH; i++)
+            if (i < own_stages && lane < PIECES) put_piece(ring + i * stage_bytes + STAGE_BYTES, lane, v[i]);
+        __syncwarp();
+        float part[DEPTH][1][4] = {};
+        #pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            const u8* const token = (g == 0 ? (const u8*)(ring + i * stage_bytes + STAGE_BYTES) : (const u8*)zeros) + t * 32;
+            if (i < own_stages) multiply_stage<1>(part[i], own, i * stage_bytes, token, 0);
+        }
+        #pragma unroll
+        for (int i = 0; i < DEPTH; i++)
+            #pragma unroll
+            for (int k = 0; k < 4; k++) sums[0][k] += part[i][0][k] * factor[i];
+    }
     #pragma unroll 1
-    for (int remaining = own_stages; remaining > 0; remaining--) {
+    for (int remaining = at_once ? 0 : own_stages; remaining > 0; remaining--) {
         wait_copies<DEPTH - 1>();
         __syncwarp();
         u8* const tokens = ring + here.at + STAGE_BYTES;

@@ -89,7 +89,18 @@ def test_experts_can_keep_activations_in_16_bits() -> None:
 def test_split_kv_cuts_by_batch_and_head_dimension() -> None:
     assert H200.split_config(128, 1) == SplitConfig(128, 4, 3, 1, alone=2, cluster=ClusterConfig(8, 2, 16))
     assert H200.split_config(256, 1).tile == 64
-    assert [H200.split_config(64, batch).programs_per_sm for batch in (4, 5, 8, 9, 16, 17, 48, 49)] == [1, 2, 2, 3, 3, 3, 3, 2]
+    assert [H200.split_config(64, batch).programs_per_sm for batch in (4, 5, 8, 9, 16, 17, 32, 33, 48, 49)] == [
+        1,
+        2,
+        2,
+        3,
+        3,
+        2,
+        2,
+        3,
+        3,
+        2,
+    ]
     assert [H200.split_config(64, batch).scheduled for batch in (16, 17, 48, 49)] == [False, True, True, False]
     assert [H200.split_config(64, batch).whole for batch in (16, 48, 49, 300)] == [False, False, True, True]
     no_cluster = [H200.split_config(64, batch).cluster is None for batch in (1, 4, 5, 8, 9, 300)]
@@ -97,7 +108,7 @@ def test_split_kv_cuts_by_batch_and_head_dimension() -> None:
 
 
 def test_split_kv_attention_runs_where_it_was_measured_to_be_faster() -> None:
-    few = [*range(1, 17), *range(25, 100)]
+    few = [*range(1, 17), *range(25, 33), *range(41, 100)]
     assert [batch for batch in range(1, 100) if H200.split_wins(batch, 4, 8)] == few
     assert [batch for batch in range(1, 100) if H200.split_wins(batch, 1, 8)] == few
     assert [batch for batch in range(1, 300) if H200.split_wins(batch, 16, 8)] == [1, 2, 3, 4]

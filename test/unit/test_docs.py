@@ -108,9 +108,10 @@ def test_figures_in_sentences_are_those_of_the_tables() -> None:
 
 def test_the_table_of_exactness_has_the_limits_of_split_attention() -> None:
     (narrow, least), (wide, most) = H200.whole_kv_programs
+    *first, last = (f"{a} to {b}" for a, b in H200.split_kv_batches)
     split = ", ".join(
         (
-            f"windows of up to {H200.split_kv_width} tokens for {' and '.join(f'{a} to {b}' for a, b in H200.split_kv_batches)} requests",
+            f"windows of up to {H200.split_kv_width} tokens for {', '.join(first)} and {last} requests",
             f"wider ones up to {H200.split_kv_queries} tokens in all",
             f"windows of up to {narrow} tokens from {least} requests times KV heads on",
             f"and of up to {wide} from {most} on",

@@ -162,9 +162,9 @@ H200 = DeviceTuning(
     graph_node_bytes=5800,
     # On two H100s 51 graphs of 96 calls took 551 MiB more than by their nodes.
     nccl_node_bytes=120_000,
-    # Up to 1.5 times as fast as FA3 with one request, 10 to 25 % faster up to 16. From 32 to 48, 1.4 times as fast with 200 keys per
-    # request and 1.1 times with 1,500; up to 10 % slower where 2,500 keys on average differ by a factor of seven.
-    split_kv_batches=((1, 16), (25, 48)),
+    # Up to 1.5 times as fast as FA3 with one request, 10 to 25 % faster up to 16. With 32 and 48 requests, 1.4 and 1.6 times as fast with
+    # 200 keys per request and 1.1 times with 1,500; up to 10 % slower where 2,500 keys on average differ by a factor of seven.
+    split_kv_batches=((1, 16), (25, 32), (41, 48)),
     split_kv_width=4,
     # Windows of 8 and 16: up to a fifth faster than FA3 with up to 64 queries and 1,000 keys, as fast with 4,000; with 128
     # queries FA3 is a quarter faster.
@@ -174,12 +174,14 @@ H200 = DeviceTuning(
     whole_kv_programs=((4, 384), (8, 512)),
     # A tile of 64 keys and values is at most 32 KiB, so two or three programs share an SM. With few requests one program per SM has less to
     # merge, and its tiles may be twice as long. For 17 to 48 requests a schedule balances the programs; more requests have one program per
-    # KV head, and two programs share an SM: three are slower where the last of them leave SMs idle. Up to eight requests, one launch less
-    # matters: the blocks of a cluster merge their results, in the largest clusters that all run concurrently.
+    # KV head. Three programs per SM are faster only if nearly as many run: where fewer start, some SMs get three and others one. Up to
+    # eight requests, one launch less matters: the blocks of a cluster merge their results, in the largest clusters that all run
+    # concurrently.
     split_kv=(
         (4, SplitConfig(128, num_warps=4, stages=3, programs_per_sm=1, alone=2, cluster=_CLUSTER)),
         (8, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2, cluster=_CLUSTER)),
         (16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3)),
+        (32, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2, scheduled=True)),
         (48, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),
         (1 << 16, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2, whole=True)),
     ),

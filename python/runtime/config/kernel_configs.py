@@ -80,7 +80,7 @@ class FullyResidentConfig:
     """The tiling of the fully resident GEMM: one block per SM of up to `tall` times 16 weight rows, whose columns `warps` warps split.
 
     Attributes:
-        share: stages of each warp for 16 rows, of 64 columns in bfloat16 and 128 in e4m3.
+        share: stages of 128 columns of each warp for 16 rows.
     """
 
     warps: int

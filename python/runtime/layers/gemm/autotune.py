@@ -131,20 +131,17 @@ def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[GemmChoice, ...]:
     """The tilings of GEMMs that prefetch their weights into shared memory while the preceding kernel is running.
 
     The resident GEMM, in bfloat16, is a candidate behind attention, and for other GEMMs with at most one block per SM, because its warps
-    split K, while other kernels with that few blocks process K sequentially. The fully resident GEMM is one in e4m3, and in bfloat16 where
-    blocks have several units of rows, but not if a deferred norm needs the squares of each unit.
+    split K, while other kernels with that few blocks process K sequentially. The fully resident GEMM is one in e4m3, but not where blocks
+    have several units of rows and a deferred norm needs the squares of each.
     """
     if not group.takes_residents:
         return ()
     linear, op = group.gemm.linear, group.gemm.op
-    full = fully_resident_config(linear.weight, group.rows, num_sms)
-    if full is not None and op == "linear_add" and full.tall > 1:
-        full = None
     if linear.is_scaled:
-        return () if full is None else (full,)
+        full = fully_resident_config(linear.weight, group.rows, num_sms)
+        return () if full is None or (op == "linear_add" and full.tall > 1) else (full,)
     part = resident_config(linear.out_features, linear.in_features, num_sms)
-    found: tuple[GemmChoice, ...] = () if part is None or (part.blocks > 1 and not group.gemm.after_attention) else (part,)
-    return found if full is None or full.tall == 1 else (*found, full)
+    return () if part is None or (part.blocks > 1 and not group.gemm.after_attention) else (part,)
 
 
 def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:

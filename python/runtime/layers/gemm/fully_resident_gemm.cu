@@ -1,10 +1,10 @@
-// A GEMM of few rows by bfloat16 or e4m3 weights, all of which are copied into shared memory before x is ready: out = epilogue(x @ w.T).
+// A GEMM of few rows by e4m3 weights, all of which are copied into shared memory before x is ready: out = epilogue(x @ w.T).
 //
 // Weights do not depend on the preceding kernel. All blocks run at the same time, one per SM, so that all weights are copied while that kernel still
 // runs, as far as it leaves space, and only the multiplication remains when x arrives.
 //
 // A unit is 16 weight rows. Blocks have up to TALL units each, as equally as possible. The warps of a block split the columns, SHARE stages each.
-// Each copies its columns of x, for e4m3 weights in float16, scaled by a power of two for the largest of them in a row.
+// Each copies its columns of x in float16, scaled by a power of two for the largest of them in a row.
 //
 // Constants from the host besides those of `few_rows_output.cu` and `stages.cu`: SHARE.
 
@@ -46,19 +46,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fully_resident_gemm(con
             pieces[j] = in ? *(const uint4*)(row + 8 * piece) : make_uint4(0, 0, 0, 0);
             most = largest8(most, pieces[j]);
         }
-        const int base = FORMAT == 0 ? 0 : base_of(largest_of_warp(max(most & 0xFFFF, most >> 16)));
+        const int base = base_of(largest_of_warp(max(most & 0xFFFF, most >> 16)));
         #pragma unroll
         for (int j = 0; j < AHEAD; j++)
             if (32 * j + lane < PIECES)
-                put_piece(tokens + token * TOKEN_BYTES, 32 * j + lane, FORMAT == 0 ? pieces[j] : narrow8(pieces[j], base));
-        if (FORMAT != 0 && lane == 0) factors[warp][token] = widening(base);
+                put_piece(tokens + token * TOKEN_BYTES, 32 * j + lane, narrow8(pieces[j], base));
+        if (lane == 0) factors[warp][token] = widening(base);
     }
     Output output;
     output.load(norms, out, M, w.rows, first_row, 16 * own_units);
 
     const Fragments fragments = fragments_in(own);
     // Lanes share a token if there are few. With TILES 2 there is space for all.
-    const u8* const token = tokens + (TILES == 1 ? min(g, M - 1) : g) * TOKEN_BYTES + t * (FORMAT == 1 ? 32 : 16);
+    const u8* const token = tokens + (TILES == 1 ? min(g, M - 1) : g) * TOKEN_BYTES + t * 32;
     float sums[TALL][TILES][4] = {};
     wait_copies();
     __syncwarp();
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fully_resident_gemm(con
         for (int stage = 0; stage < end - begin; stage++)
             multiply_stage<TILES>(sums[unit], fragments, (unit * SHARE + stage) * STAGE_BYTES, token + stage * (2 * STAGE_COLUMNS), TOKEN_BYTES);
         #pragma unroll
-        for (int n = 0; n < TILES && FORMAT != 0; n++) {
+        for (int n = 0; n < TILES; n++) {
             const float2 factor = *(const float2*)&factors[warp][8 * n + 2 * t];
             sums[unit][n][0] *= factor.x, sums[unit][n][1] *= factor.y, sums[unit][n][2] *= factor.x, sums[unit][n][3] *= factor.y;
         }

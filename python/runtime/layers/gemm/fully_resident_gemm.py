@@ -1,4 +1,4 @@
-"""GEMMs of few rows in CUDA C++ whose weights are all in shared memory before x is ready (`fully_resident_gemm.cu`)."""
+"""GEMMs of few rows in CUDA C++ whose e4m3 weights are all in shared memory before x is ready (`fully_resident_gemm.cu`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.scale_layout import scale_layout
 from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES, TOKEN_PADDING
 
-FORM_OF: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "dense", torch.float8_e4m3fn: "fp8"}
+FORM: WeightFormat = "fp8"
 ROWS = 16
 """Weight rows of a unit."""
 WARPS = 8
@@ -28,21 +28,21 @@ SPACES = (1, 4, 8, 16)
 
 def fully_resident_config(weight: torch.Tensor, rows: int, num_sms: int) -> FullyResidentConfig | None:
     """The tiling with one block per SM, in which all weights fit into shared memory beside `rows` rows of x; None if none does."""
-    (N, K), form = weight.shape, FORM_OF[weight.dtype]
+    N, K = weight.shape
     if N % ROWS or rows > SPACES[-1]:
         return None
-    stages = -(-K // STAGE_COLUMNS[form])
+    stages = -(-K // STAGE_COLUMNS[FORM])
     config = FullyResidentConfig(WARPS, -(-stages // WARPS), -(-N // (ROWS * num_sms)))
-    return config if WARPS * _warp_bytes(config, form, rows) <= SHARED_BYTES else None
+    return config if WARPS * _warp_bytes(config, rows) <= SHARED_BYTES else None
 
 
-def supports(weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Whether the kernel can multiply bfloat16 rows by this weight on its device. `scale`: of e4m3, as in `scale_layout`."""
-    if not weight.is_cuda or weight.dtype not in FORM_OF:
+def supports(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether the kernel can multiply bfloat16 rows by this weight on its device. `scale`: as in `scale_layout`."""
+    if not weight.is_cuda or weight.dtype is not torch.float8_e4m3fn:
         return False
-    (rows, columns), form = weight.shape, FORM_OF[weight.dtype]
-    whole = scale is None or scale_layout(rows, columns, scale)[2] % STAGE_COLUMNS[form] == 0  # a stage has one scale per row
-    return whole and fragments.readable(weight, form, columns, STAGE_COLUMNS[form]) and cuda_driver.on_hopper(weight)
+    (rows, columns), stage = weight.shape, STAGE_COLUMNS[FORM]
+    whole = scale_layout(rows, columns, scale)[2] % stage == 0  # a stage has one scale per row
+    return whole and fragments.readable(weight, FORM, columns, stage) and cuda_driver.on_hopper(weight)
 
 
 def fully_resident_gemm(
@@ -52,7 +52,7 @@ def fully_resident_gemm(
     config: FullyResidentConfig,
     epilogue: Epilogue = NO_EPILOGUE,
     *,
-    weight_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor,
     pdl: bool = False,
 ) -> torch.Tensor:
     """`out = epilogue(x @ weight.T)`; returns `out`.
@@ -63,36 +63,36 @@ def fully_resident_gemm(
         out: [M, N] contiguous; float32 with `add`, otherwise float32 or bfloat16.
         config: from `fully_resident_config` for at least M rows.
         epilogue: not gated, without argmax. A deferred norm requires `config.tall` 1; it gets `config.parts(N)` sums of squares per row.
-        weight_scale: of e4m3 weights, as in `scale_layout`.
+        weight_scale: as in `scale_layout`.
         pdl: start before the previous kernel has ended, load weights, then wait (programmatic dependent launch).
     Each row of `out` depends only on its own row of x; the order of summation depends only on K.
     """
-    (M, K), N, form = x.shape, weight.shape[0], FORM_OF[weight.dtype]
+    (M, K), N = x.shape, weight.shape[0]
     assert not epilogue.gated, "expected an epilogue without a gate"
     assert epilogue.deferred is None or config.tall == 1, "the sums of squares of a deferred norm are those of one unit per block"
     variant = OutputVariant.of(x, weight, out, epilogue, config.parts(N), pdl)
-    layout = (0, 0, 1, K) if weight_scale is None else (0, *scale_layout(N, K, weight_scale))
+    layout = (0, *scale_layout(N, K, weight_scale))
     weights = fragments.weights_argument(weight, weight_scale, epilogue.bias, (N, K), layout)
-    size, norms = _warp_bytes(config, form, M), norms_argument(epilogue.scale, epilogue.deferred)
+    size, norms = _warp_bytes(config, M), norms_argument(epilogue.scale, epilogue.deferred)
     blocks = min(N // ROWS, torch.cuda.get_device_properties(x.device).multi_processor_count)
-    kernel = _kernel(config, variant, form, K % STAGE_COLUMNS[form] == 0, WARPS * size)
+    kernel = _kernel(config, variant, K % STAGE_COLUMNS[FORM] == 0, WARPS * size)
     kernel(blocks, (x, weights, out, norms, M, size), pdl)
     return out
 
 
-def _warp_bytes(config: FullyResidentConfig, form: WeightFormat, rows: int) -> int:
+def _warp_bytes(config: FullyResidentConfig, rows: int) -> int:
     """Bytes of shared memory per warp: its stages, and its columns of x."""
     space = next(space for space in SPACES if rows <= space)
-    return config.share * (config.tall * STAGE_BYTES[form] + space * 2 * STAGE_COLUMNS[form]) + space * TOKEN_PADDING[form]
+    return config.share * (config.tall * STAGE_BYTES[FORM] + space * 2 * STAGE_COLUMNS[FORM]) + space * TOKEN_PADDING[FORM]
 
 
 @cache
-def _kernel(config: FullyResidentConfig, variant: OutputVariant, form: WeightFormat, even: bool, shared_bytes: int) -> cuda_driver.Kernel:
-    program, threads = source(config, variant, form, even), 32 * WARPS
+def _kernel(config: FullyResidentConfig, variant: OutputVariant, even: bool, shared_bytes: int) -> cuda_driver.Kernel:
+    program, threads = source(config, variant, even), 32 * WARPS
     return cuda_driver.compile_kernel(program, "fully_resident_gemm", threads=threads, cluster=1, shared_bytes=shared_bytes)
 
 
-def source(config: FullyResidentConfig, variant: OutputVariant, form: WeightFormat, even: bool) -> str:
+def source(config: FullyResidentConfig, variant: OutputVariant, even: bool) -> str:
     """The CUDA program of one tiling and variant."""
-    cut = {"FORMAT": fragments.FORMATS[form], "WARPS": config.warps, "TALL": config.tall, "SHARE": config.share, "EVEN": int(even)}
+    cut = {"FORMAT": fragments.FORMATS[FORM], "WARPS": config.warps, "TALL": config.tall, "SHARE": config.share, "EVEN": int(even)}
     return variant.source(Path(__file__).with_name("fully_resident_gemm.cu"), cut, STAGES)

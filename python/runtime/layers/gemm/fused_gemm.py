@@ -35,6 +35,7 @@ def fused_gemm(
         resident_gemm(x, weight, out, choice, epilogue, pdl=pdl)
     elif isinstance(choice, FullyResidentConfig):
         assert out is not None, "the GEMM with fully resident weights has no argmax"
+        assert scale is not None, "the GEMM with fully resident weights needs e4m3 weights"
         fully_resident_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)
     else:
         assert out is not None, "fragment GEMMs have no argmax"

@@ -243,6 +243,24 @@ def test_a_captured_pass_follows_lengths_and_tables_that_change(name: str, head_
         assert all(torch.equal(a, b) for a, b in zip(eager, out, strict=True)), "replay differs from the same pass run eagerly"
 
 
+@pytest.mark.parametrize("name", ["fa3 split", "fa3 8-bit"])
+@pytest.mark.parametrize(("batch_size", "width", "window"), [(30, 4, -1), (48, 1, 20), (52, 1, -1), (52, 4, 20), (64, 8, -1)])
+def test_a_captured_pass_of_many_requests_follows_their_lengths(name: str, batch_size: int, width: int, window: int) -> None:
+    world = make_world(name, replace(plain(128, 64, width, window), kv_heads=8, batch=batch_size))
+    batch, q = fixed_batch(world.kind), queries(world.kind, batch_size * width)
+
+    def run() -> list[torch.Tensor]:
+        return [world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)]
+
+    plan_pass(world.fast, batch)
+    graph, out = captured(run)
+    for count in (batch_size, batch_size - 7):
+        load(world, batch, random_lengths(world.rng, width, 500, count))
+        plan_pass(world.fast, batch)
+        graph.replay()
+        check(world, batch, q, out)
+
+
 def prompts(rows: list[int], prefixes: list[int], queries: list[int]) -> ForwardBatch:
     """An EXTEND batch."""
     before, new = np.array(prefixes, dtype=np.int32), np.array(queries, dtype=np.int32)

@@ -162,15 +162,15 @@ H200 = DeviceTuning(
     graph_node_bytes=5800,
     # On two H100s 51 graphs of 96 calls took 551 MiB more than by their nodes.
     nccl_node_bytes=120_000,
-    # Up to 1.5 times as fast as FA3 with one request, 10 to 25 % faster up to 16. With 32 and 48 requests, 1.4 and 1.6 times as fast with
-    # 200 keys per request and 1.1 times with 1,500; up to 10 % slower where 2,500 keys on average differ by a factor of seven.
+    # Up to 1.5 times as fast as FA3 with one request, 10 to 25 % faster up to 16. With 32 and 48 requests, 1.5 times as fast with 200 keys
+    # per request and 1.1 times with 1,500; up to 12 % slower where lengths differ by a factor of seven.
     split_kv_batches=((1, 16), (25, 32), (41, 48)),
     split_kv_width=4,
     # Windows of 8 and 16: up to a fifth faster than FA3 with up to 64 queries and 1,000 keys, as fast with 4,000; with 128
     # queries FA3 is a quarter faster.
     split_kv_queries=64,
-    # Of 64 to 128 requests with 8 KV heads, one and eight queries each: 1.2 to 1.6 times as fast as FA3 with 200 keys per request, 1.04 to
-    # 1.1 times with 1,500, and as fast with 4,000 or where lengths differ by a factor of seven.
+    # 64 to 128 requests with 8 KV heads, one and eight queries each: 1.2 to 1.5 times as fast as FA3 with 200 keys per request, 1.01 to 1.1
+    # times with 1,500, 4 % slower to 1 % faster with 4,000, and never slower by more than 1 % where lengths differ by a factor of seven.
     whole_kv_programs=((4, 384), (8, 512)),
     # A tile of 64 keys and values is at most 32 KiB, so two or three programs share an SM. With few requests one program per SM has less to
     # merge, and its tiles may be twice as long. For 17 to 48 requests a schedule balances the programs; more requests have one program per

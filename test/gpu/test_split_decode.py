@@ -182,8 +182,9 @@ def test_scheduled_passes_follow_the_definition(lens: list[int], sms: int, width
     assert not case.keys.schedule.arrived.any()
 
 
-def test_a_scheduled_prefix_pass_returns_the_log_sum_exp() -> None:
-    case = make_case([5, 90, 1, 260], 4, 16, sms=2, config=SCHEDULED)
+@pytest.mark.parametrize("config", [SCHEDULED, WHOLE], ids=["scheduled", "whole"])
+def test_an_ordered_prefix_pass_returns_the_log_sum_exp(config: SplitConfig) -> None:
+    case = make_case([5, 90, 1, 260], 4, 16, sms=2, config=config)
     lse = torch.full(case.q.shape[:2], float("nan"), dtype=torch.float32, device=DEVICE)
     out, want = case.run(causal=False, lse=lse), definition(case, False, -1)
     assert_close(out, want[0])
@@ -210,14 +211,6 @@ def test_whole_requests_have_the_same_bits_in_any_order() -> None:
     first = case.run()
     case.shape.fill_schedule(torch.tensor([9, 20, 64, 400, 1], dtype=torch.int32, device=DEVICE), case.keys.schedule)
     assert torch.equal(case.run(), first)
-
-
-def test_a_prefix_pass_over_whole_requests_returns_the_log_sum_exp() -> None:
-    case = make_case([5, 90, 1, 260], 4, 16, config=WHOLE)
-    lse = torch.full(case.q.shape[:2], float("nan"), dtype=torch.float32, device=DEVICE)
-    out, want = case.run(causal=False, lse=lse), definition(case, False, -1)
-    assert_close(out, want[0])
-    assert_close(lse, want[1])
 
 
 @pytest.mark.parametrize("count", [1, 5, 16, 17, COMPARED_AT_ONCE, COMPARED_AT_ONCE + 3])

@@ -89,20 +89,10 @@ def test_experts_can_keep_activations_in_16_bits() -> None:
 def test_split_kv_cuts_by_batch_and_head_dimension() -> None:
     assert H200.split_config(128, 1) == SplitConfig(128, 4, 3, 1, alone=2, cluster=ClusterConfig(8, 2, 16))
     assert H200.split_config(256, 1).tile == 64
-    assert [H200.split_config(64, batch).programs_per_sm for batch in (4, 5, 8, 9, 16, 17, 32, 33, 48, 49)] == [
-        1,
-        2,
-        2,
-        3,
-        3,
-        2,
-        2,
-        3,
-        3,
-        2,
-    ]
-    assert [H200.split_config(64, batch).scheduled for batch in (16, 17, 48, 49)] == [False, True, True, False]
-    assert [H200.split_config(64, batch).whole for batch in (16, 48, 49, 300)] == [False, False, True, True]
+    programs = {4: 1, 5: 2, 8: 2, 9: 3, 16: 3, 17: 2, 32: 2, 33: 3, 48: 3, 49: 2, 300: 2}
+    assert {batch: H200.split_config(64, batch).programs_per_sm for batch in programs} == programs
+    assert [batch for batch in range(1, 301) if H200.split_config(64, batch).scheduled] == [*range(17, 49)]
+    assert [batch for batch in range(1, 301) if H200.split_config(64, batch).whole] == [*range(49, 301)]
     no_cluster = [H200.split_config(64, batch).cluster is None for batch in (1, 4, 5, 8, 9, 300)]
     assert no_cluster == [False, False, False, False, True, True]
 
@@ -112,7 +102,7 @@ def test_split_kv_attention_runs_where_it_was_measured_to_be_faster() -> None:
     assert [batch for batch in range(1, 100) if H200.split_wins(batch, 4, 8)] == few
     assert [batch for batch in range(1, 100) if H200.split_wins(batch, 1, 8)] == few
     assert [batch for batch in range(1, 300) if H200.split_wins(batch, 16, 8)] == [1, 2, 3, 4]
-    assert [batch for batch in range(1, 100) if H200.split_wins(batch, 5, 8)] == [*range(1, 13), *range(64, 100)]
+    assert [batch for batch in range(1, 300) if H200.split_wins(batch, 5, 8)] == [*range(1, 13), *range(64, 300)]
     assert not H200.split_wins(64, 1, 4), "too few programs to read keys at the full rate"
 
 

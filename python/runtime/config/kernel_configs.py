@@ -139,7 +139,7 @@ class SplitConfig:
         programs_per_sm: number of programs per SM at which the split aims.
         max_partial_rows: maximum splits times rows to merge per request and KV head; wide passes get fewer splits.
         alone: up to this many tiles, one program processes all of them and nothing is merged.
-        scheduled: the lengths of a pass decide on its splits and on the order of its programs; otherwise each request has as many splits.
+        scheduled: the lengths of a pass decide on its splits and on the order of its programs; otherwise all requests have as many splits.
         whole: one program processes all keys of a request, and those of the longest requests start first.
         cluster: the configuration of the cluster kernel, for the passes that it supports; None: the two Triton kernels run all passes.
     """
@@ -153,6 +153,11 @@ class SplitConfig:
     scheduled: bool = False
     whole: bool = False
     cluster: ClusterConfig | None = None
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the lengths of a pass decide on the order of its programs."""
+        return self.scheduled or self.whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def fully_resident_config(weight: torch.Tensor, rows: int, num_sms: int) -> Full
         return None
     stages = -(-K // STAGE_COLUMNS[FORM])
     config = FullyResidentConfig(WARPS, -(-stages // WARPS), -(-N // (ROWS * num_sms)))
-    return config if WARPS * _warp_bytes(config, rows) <= SHARED_BYTES else None
+    return config if config.warps * _warp_bytes(config, rows) <= SHARED_BYTES else None
 
 
 def supports(weight: torch.Tensor, scale: torch.Tensor) -> bool:
@@ -75,7 +75,7 @@ def fully_resident_gemm(
     weights = fragments.weights_argument(weight, weight_scale, epilogue.bias, (N, K), layout)
     size, norms = _warp_bytes(config, M), norms_argument(epilogue.scale, epilogue.deferred)
     blocks = min(N // ROWS, torch.cuda.get_device_properties(x.device).multi_processor_count)
-    kernel = _kernel(config, variant, K % STAGE_COLUMNS[FORM] == 0, WARPS * size)
+    kernel = _kernel(config, variant, K % STAGE_COLUMNS[FORM] == 0, config.warps * size)
     kernel(blocks, (x, weights, out, norms, M, size), pdl)
     return out
 
@@ -88,7 +88,7 @@ def _warp_bytes(config: FullyResidentConfig, rows: int) -> int:
 
 @cache
 def _kernel(config: FullyResidentConfig, variant: OutputVariant, even: bool, shared_bytes: int) -> cuda_driver.Kernel:
-    program, threads = source(config, variant, even), 32 * WARPS
+    program, threads = source(config, variant, even), 32 * config.warps
     return cuda_driver.compile_kernel(program, "fully_resident_gemm", threads=threads, cluster=1, shared_bytes=shared_bytes)
 
 

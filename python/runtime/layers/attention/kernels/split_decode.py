@@ -118,8 +118,7 @@ def _check(q: torch.Tensor, keys: PagedKeys, shape: SplitShape, workspace: Split
     assert shape.batch * shape.width == len(q), f"{len(q)} queries, but {shape.batch} requests of {shape.width} were prepared"
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert q.is_contiguous(), "queries must be contiguous"
-    ordered = shape.config.scheduled or shape.config.whole
-    assert (keys.schedule is not None) == ordered, "a schedule must be given exactly if the config has one"
+    assert (keys.schedule is not None) == shape.config.ordered, "a schedule must be given exactly if the config is ordered"
 
 
 def warm_up(
@@ -340,7 +339,7 @@ def _split_kernel(
             q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, pages, b, g, m, length, split, first, last, scale, window,
             WIDTH, GROUP, NUM_KV, D, TILE, WINDOW, BLOCK_M, PAGE, CAUSAL, SINKS, SCALED,
         )  # fmt: skip
-        if True if WHOLE else used == 1:
+        if True if WHOLE else used == 1:  # a constant if WHOLE, so that the other branch is not compiled
             _finish(out_ptr, lse_ptr, b, g, m, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE)
         else:
             row = (item * NUM_KV + g) * ROWS + m

@@ -82,7 +82,7 @@ class SplitShape:
 
     def empty_schedule(self, device: torch.device) -> WorkSchedule | None:
         """Buffers for `fill_schedule`; None if every request has its own `splits` programs."""
-        if not (self.config.scheduled or self.config.whole):
+        if not self.config.ordered:
             return None
         return WorkSchedule.empty(self.batch, self.parts, 0 if self.config.whole else self.splits, device)
 

@@ -222,6 +222,13 @@ inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(unsigned& x, unsigned& y, u
     unsigned* const out[4] = {&x, &y, &z, &w};
     for (int i = 0; i < 4; i++) std::memcpy(out[i], of_shared(rows[8 * i + current->lane / 4]) + current->lane % 4 * 4, 4);
 }
+inline void movmatrix_sync_aligned_m8n8_trans_b16(unsigned& out, unsigned x) {
+    unsigned all[WARP];
+    exchange(x, all);
+    const int g = current->lane / 4, t = current->lane % 4;
+    const auto at = [&](int row) { return all[4 * row + g / 2] >> g % 2 * 16 & 0xFFFF; };
+    out = at(2 * t) | at(2 * t + 1) << 16;
+}
 
 inline void copy_later(unsigned to, const void* from, int size, int whole) {
     aligned(of_shared(to), whole);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,18 +11,24 @@ pytest.importorskip("triton")
 
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import LatentConfig
-from runtime.layers.attention.kernels.absorb_queries import absorb_queries
+from runtime.layers.attention.kernels.absorb_queries import NewRows, absorb_queries
 from runtime.layers.attention.kernels.absorb_queries import supports as can_absorb
 from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention, trial_inputs
 from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.project_values import project_values
 from runtime.layers.attention.kernels.project_values import supports as can_project
+from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
+from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
+from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.gemm.resident_gemm import resident_config, resident_gemm
 from runtime.layers.gemm.timings import GemmTimings
+from runtime.layers.kernels.latent_rows import write_latent
 from runtime.layers.latent_heads import LatentHeads
+from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import Stream
 from runtime.layers.rope import Rope
-from runtime.layers.torch_ops import TorchOps, rotate
+from runtime.layers.torch_ops import TorchOps, rms_norm, rotate
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("latent_heads"), pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -97,6 +103,49 @@ def test_queries_are_absorbed_and_rotated(widths: Widths, num_heads: int, interl
 
 
 @pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("widths", [GLM, DEEPSEEK, *SMALL], ids=str)
+def test_new_rows_are_written_with_the_queries(widths: Widths, interleaved: bool, pdl: bool) -> None:
+    for tokens in range(1, 17):
+        c = case(tokens, 5, widths, interleaved)
+        heads = replace(c.heads, kv_norm=RMSNorm(torch.randn(widths.rank, device="cuda").to(BF16), 1e-6))
+        rows, slots = torch.randn((tokens, 40 + heads.row_dim), device="cuda").to(BF16), torch.randperm(64, device="cuda")[:tokens]
+        got, want = (torch.full((64, 1, heads.row_dim), 7.0, device="cuda", dtype=BF16) for _ in range(2))
+        if tokens > 1:
+            rows[1, 40], rows[-1, -1] = torch.nan, torch.inf
+        new = NewRows(rows, slots, got)
+        assert new.supported(heads)
+        query = absorb_queries(c.q, heads, c.key, c.positions, new, pdl=pdl)
+        assert torch.equal(query, absorb_queries(c.q, heads, c.key, c.positions, pdl=pdl))
+        write_latent(rows[:, 40:].contiguous(), replace(heads, num_heads=0), c.positions, slots, want, pdl=False)
+        torch.testing.assert_close(got, want, rtol=HALF_STEP, atol=1e-5)
+
+
+def test_operations_prepare_the_norm_of_the_queries() -> None:
+    from runtime.config.kernel_configs import ResidentConfig
+    from runtime.layers.cuda_ops import CudaOps
+
+    torch.manual_seed(0)
+    ops, hidden, rank = CudaOps(GemmTimings(H200)), 2048, 768
+    norm, q_norm = (RMSNorm(torch.randn(width, device="cuda").to(BF16), 1e-6) for width in (hidden, rank))
+    down, up = (Linear.dense((torch.randn(size, device="cuda") * size[1] ** -0.5).to(BF16)) for size in ((1344, hidden), (5120, rank)))
+    ops.autotune([Gemm("linear", down, norm, q_norm=q_norm), Gemm("linear", up, None, q_norm=q_norm)], (1, 4, 16, 32))
+    for rows in (1, 3, 16, 20):
+        stream = Stream(torch.randn((rows, hidden), device="cuda"))
+        latent = ops.project_latent(stream, norm, down, q_norm)
+        assert (latent.deferred is not None) is isinstance(ops.choice("linear", down, rows), ResidentConfig)
+        plain = ops.norm_linear(stream, norm, down)
+        assert torch.equal(latent.rows, plain)
+        queries = ops.project_queries(latent, up, q_norm)
+        if rows > 16:
+            assert queries is None
+            continue
+        assert queries is not None
+        want = rms_norm(plain[:, :rank].float(), q_norm) @ up.weight.float().T
+        assert (queries.float() - want).norm() / want.norm() < 1e-2
+
+
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("num_heads", [1, 16, 20])
 @pytest.mark.parametrize("widths", [GLM, DEEPSEEK, *SMALL], ids=str)
 def test_values_are_projected(widths: Widths, num_heads: int, pdl: bool) -> None:
@@ -154,12 +203,15 @@ def test_operations_take_any_number_of_tokens(tokens: int, dtype: torch.dtype) -
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers of query projection, absorption, attention, values and output projection; each reads the rows of the previous one."""
+    """Layers of both projections, absorption, attention, values and output projection; each reads the rows of the previous one."""
 
     layers: list[Case]
     x: torch.Tensor
+    first: torch.Tensor
     up: torch.Tensor
     down: torch.Tensor
+    q_norm: RMSNorm
+    slots: torch.Tensor
     shape: LatentShape
     cache: torch.Tensor
     keys: PagedKeys
@@ -169,30 +221,38 @@ class Chain:
     def of(cls, batch: int, width: int) -> Chain:
         torch.manual_seed(0)
         layers = [case(batch * width, 20, GLM, seed=seed) for seed in (0, 1, 2)]
+        gain = torch.ones(GLM.rank, device="cuda", dtype=BF16)
+        layers = [replace(c, heads=replace(c.heads, kv_norm=RMSNorm(gain, 1e-6))) for c in layers]
         heads, num_sms = layers[0].heads, torch.cuda.get_device_properties(0).multi_processor_count
         columns, outputs = heads.num_heads * heads.query_dim, heads.num_heads * heads.value_dim
-        x, up, down = (torch.randn(size, device="cuda") for size in ((batch * width, 768), (columns, 768), (768, outputs)))
+        sizes = (batch * width, 768), (768 + heads.row_dim, 768), (columns, 768), (768, outputs)
+        x, first, up, down = (torch.randn(size, device="cuda") for size in sizes)
         shape = LatentShape(batch, width, heads.num_heads, heads.kv_rank, heads.rope.dim, num_sms, LatentConfig(32, 32, 8, 2))
         _, cache, keys = trial_inputs(shape, 16, BF16, x.device, 300)
-        workspace = LatentWorkspace([shape], x.device)
-        x, up, down = (each.to(BF16) for each in (x, up * 768**-0.5, down * 10 * outputs**-0.5))
-        return cls(layers, x, up, down, shape, cache.normal_(), keys, workspace)
+        at = keys.seq_lens[:, None].long() - width + torch.arange(width, device="cuda")
+        slots = (keys.pages[keys.rows.long()[:, None], at // 16].long() * 16 + at % 16).flatten()
+        workspace, q_norm = LatentWorkspace([shape], x.device), RMSNorm(torch.ones(768, device="cuda", dtype=BF16), 1e-6)
+        x, first, up, down = (each.to(BF16) for each in (x, first * 768**-0.5, up * 768**-0.5, down * 10 * outputs**-0.5))
+        return cls(layers, x, first, up, down, q_norm, slots, shape, cache.normal_(), keys, workspace)
 
     def run(self, pdl: bool) -> list[torch.Tensor]:
         """The rows after each of 24 layers."""
         x, outs = self.x, list[torch.Tensor]()
         for c in self.layers * 8:
-            q = self.project(x, self.up, pdl).view(len(x), c.heads.num_heads, -1)
-            query = absorb_queries(q, c.heads, c.key, c.positions, pdl=pdl)
+            scaled, squares = torch.empty_like(self.x), torch.empty((len(x), 48), device="cuda")
+            rows = self.project(x, self.first, pdl, Epilogue(deferred=DeferredNorm(self.q_norm.weight, scaled, squares)))
+            q = self.project(scaled, self.up, pdl, Epilogue(scale=RowScale(squares, self.q_norm.eps)))
+            new = NewRows(rows, self.slots, self.cache.flatten(0, 1))
+            query = absorb_queries(q.view(len(x), c.heads.num_heads, -1), c.heads, c.key, c.positions, new, pdl=pdl)
             attended = latent_attention(query, self.cache, self.keys, self.shape, self.workspace, 0.2, pdl=pdl)
             x = self.project(project_values(attended, c.value, pdl=pdl).flatten(1), self.down, pdl)
             outs.append(x)
         return outs
 
-    def project(self, x: torch.Tensor, weight: torch.Tensor, pdl: bool) -> torch.Tensor:
+    def project(self, x: torch.Tensor, weight: torch.Tensor, pdl: bool, epilogue: Epilogue = NO_EPILOGUE) -> torch.Tensor:
         config = resident_config(weight.shape[0], weight.shape[1], self.shape.num_sms)
         assert config is not None
-        return resident_gemm(x, weight, torch.empty((len(x), len(weight)), dtype=BF16, device="cuda"), config, pdl=pdl)
+        return resident_gemm(x, weight, torch.empty((len(x), len(weight)), dtype=BF16, device="cuda"), config, epilogue, pdl=pdl)
 
 
 @pytest.mark.parametrize(("batch", "width"), [(1, 1), (1, 4), (4, 4), (5, 1)])

@@ -9,9 +9,14 @@ import torch
 
 from emulated import COMPILER, emulated, guarded
 from runtime.config.kernel_configs import FragmentConfig
+from runtime.layers.attention.kernels import absorb_queries
 from runtime.layers.gemm import fragment_gemm, fully_resident_gemm, resident_gemm
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.latent_heads import LatentHeads
+from runtime.layers.norm import RMSNorm
+from runtime.layers.rope import Rope
+from runtime.layers.torch_ops import rms_norm, rotate
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 BF16 = torch.bfloat16
@@ -20,7 +25,7 @@ SMS = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with emulated(tmp_path_factory.mktemp("kernels"), [fragment_gemm, fully_resident_gemm, resident_gemm], SMS):
+    with emulated(tmp_path_factory.mktemp("kernels"), [absorb_queries, fragment_gemm, fully_resident_gemm, resident_gemm], SMS):
         yield
 
 
@@ -62,6 +67,12 @@ def test_resident_weights_compute_the_same_gemm(rows: int) -> None:
     resident_gemm.resident_gemm(x, weight, out, config, Epilogue(add=True, deferred=deferred))
     assert relative(out, normed + want) < 1e-5
     assert torch.equal(deferred.scaled, (out * gain.float()).to(BF16))
+    own, narrow = 3 * N // 4, torch.full((rows, N), float("nan"), dtype=BF16)
+    first = DeferredNorm(gain[:own], guarded(torch.empty((rows, own), dtype=BF16)), guarded(torch.empty((rows, config.parts(own)))))
+    resident_gemm.resident_gemm(x, weight, narrow, config, Epilogue(deferred=first))
+    assert relative(narrow, want) < 1e-2
+    assert relative(first.scaled, want[:, :own] * gain[:own].double()) < 1e-2
+    torch.testing.assert_close(first.squares.double().sum(1), want[:, :own].square().sum(1), rtol=1e-4, atol=0)
 
 
 def scaled_by(name: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -112,3 +123,43 @@ def test_large_weights_are_not_resident() -> None:
     assert not fits(10240, 5120, 1)
     assert not fits(2056, 2048, 1)
     assert not fits(2048, 2048, 17)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("rank", "rope_dim"), [(512, 64), (64, 8), (320, 32)])
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_queries_are_absorbed_and_new_rows_written(tokens: int, rank: int, rope_dim: int, interleaved: bool) -> None:
+    torch.manual_seed(tokens)
+    H, nope, first, slots = 2, 32, 24, torch.randperm(20)[:tokens]
+    heads = LatentHeads(H, nope, 32, RMSNorm(torch.randn(rank).to(BF16), 1e-6), Rope(torch.randn(64, rope_dim), interleaved))
+    key, positions = guarded(torch.randn((H, nope, rank)).to(BF16)), torch.randint(0, 64, (tokens,))
+    q = guarded(torch.randn((tokens, H, heads.query_dim)).to(BF16))
+    rows = guarded(torch.randn((tokens, first + heads.row_dim)).to(BF16))
+    cache = guarded(torch.full((20, 1, heads.row_dim), 7.0).to(BF16))
+    new = absorb_queries.NewRows(rows, slots, cache)
+    assert new.supported(heads)
+    query = absorb_queries.absorb_queries(q, heads, key, positions, new)
+    want = torch.einsum("thd,hdr->thr", q[..., :nope].double(), key.double())
+    torch.testing.assert_close(query[..., :rank].double(), want, rtol=2.0**-8, atol=1e-4)
+    torch.testing.assert_close(query[..., rank:].float(), rotate(q[..., nope:], heads.rope, positions), rtol=2.0**-8, atol=1e-5)
+    assert torch.equal(query, absorb_queries.absorb_queries(q, heads, key, positions)), "writing changes no query"
+    latent, shared = rows[:, first:].split((rank, rope_dim), 1)
+    stored = torch.cat((rms_norm(latent.float(), heads.kv_norm), rotate(shared[:, None].float(), heads.rope, positions)[:, 0]), 1)
+    torch.testing.assert_close(cache[slots, 0].float(), stored, rtol=2.0**-8, atol=1e-6)
+    others = torch.ones(20, dtype=torch.bool)
+    others[slots] = False
+    assert (cache[others] == 7.0).all()
+    rows[0, first], rows[-1, -1] = torch.nan, torch.inf
+    absorb_queries.absorb_queries(q, heads, key, positions, new)
+    assert cache.isfinite().all(), "NaN in a cache would reach other requests"
+    assert not cache[slots[0], 0, :rank].any()
+
+
+def test_rows_of_other_layouts_are_not_written_with_queries() -> None:
+    heads = LatentHeads(2, 32, 32, RMSNorm(torch.ones(64).to(BF16), 1e-6), Rope(torch.randn(64, 8), True))
+    rows, cache, slots = torch.zeros((4, 24 + 72), dtype=BF16), torch.zeros((8, 1, 72), dtype=BF16), torch.arange(4)
+    assert absorb_queries.NewRows(rows, slots, cache).supported(heads)
+    assert not absorb_queries.NewRows(rows[:, :-4].contiguous(), slots, cache).supported(heads), "not aligned to 16 bytes"
+    assert not absorb_queries.NewRows(rows[:, :88], slots, cache).supported(heads), "not contiguous"
+    assert not absorb_queries.NewRows(rows, slots, cache.to(torch.float8_e4m3fn)).supported(heads)
+    assert not absorb_queries.NewRows(rows.half(), slots, cache).supported(heads)

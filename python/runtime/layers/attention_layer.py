@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -15,9 +15,13 @@ from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.row_norms import RowNorms
 
+Rows = TypeVar("Rows")
 
-class AttentionLayer(Protocol):
+
+class AttentionLayer(Protocol[Rows]):
     """The interface of a block's attention: project, write KV and attend, add the output to the residual stream. Subclass it explicitly.
+
+    `Rows` are the results of its first projection, for T tokens.
 
     Attributes:
         spec: its description for the attention backend.
@@ -48,20 +52,19 @@ class AttentionLayer(Protocol):
         """Runs that compile its other kernels, which `gemms` and the backend do not cover, for any number of tokens."""
         return []
 
-    def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:
-        """The first projection of the normed stream, [T, out] in the model's dtype."""
-        assert norm is not None, "this attention layer has no input norm: use project_rows"
-        return self.ops.norm_linear(stream, norm, self.in_proj)
+    def project(self, stream: Stream, norm: RMSNorm) -> Rows:
+        """The first projection of the normed stream."""
+        ...
 
-    def project_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def project_rows(self, x: torch.Tensor) -> Rows:
         """The first projection of normed rows [T, in] in the model's dtype."""
-        return self.ops.linear(x, self.in_proj)
+        ...
 
-    def write_kv(self, qkv: torch.Tensor, context: PassContext) -> None:
+    def write_kv(self, qkv: Rows, context: PassContext) -> None:
         """Write KV of the rows of the first projection to the pool, and nothing else."""
         ...
 
-    def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
+    def attend(self, qkv: Rows, context: PassContext) -> torch.Tensor:
         """Write KV to the pool and attend: from the first projection to the input of `o_proj`, [T, H * value_dim]."""
         ...
 
@@ -70,7 +73,7 @@ class AttentionLayer(Protocol):
         return self.ops.linear_add(attended, self.o_proj, stream, next_norm)
 
 
-class Attention(AttentionLayer):
+class Attention(AttentionLayer[torch.Tensor]):
     """`AttentionLayer`: grouped-query attention of one layer, or this rank's heads of it. Owner of its weights.
 
     Attributes:
@@ -96,6 +99,14 @@ class Attention(AttentionLayer):
         """Its GEMMs, in order; the output is not added to the stream if `next_norm` is None."""
         yield Gemm("linear", self.qkv_proj, norm)
         yield Gemm("linear" if next_norm is None else "linear_add", self.o_proj, next_norm, after_attention=True)
+
+    def project(self, stream: Stream, norm: RMSNorm) -> torch.Tensor:
+        """The qkv rows of the normed stream."""
+        return self.ops.norm_linear(stream, norm, self.qkv_proj)
+
+    def project_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The qkv rows of normed rows [T, in] in the model's dtype."""
+        return self.ops.linear(x, self.qkv_proj)
 
     def write_kv(self, qkv: torch.Tensor, context: PassContext) -> None:
         """Write k and v to the pool."""

@@ -11,13 +11,10 @@ from sgl_kernel import silu_and_mul
 
 from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
-from runtime.layers.attention.base import AttentionSpec
-from runtime.layers.attention.flash_prompts import attend_prompts
-from runtime.layers.attention.kernels import absorbed_gemms
 from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
 from runtime.layers.candidate_head import CandidateHead
+from runtime.layers.cuda_latent_ops import CudaLatentOps, prepared_queries
 from runtime.layers.draft_input import DraftInput
-from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
@@ -35,13 +32,11 @@ from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.kernels.embed_rows import embed_rows
 from runtime.layers.kernels.join_rows import join_rows
-from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
 from runtime.layers.kernels.pause import pause
 from runtime.layers.kernels.pdl import starts_early
 from runtime.layers.kernels.rms_norm import rms_norm_rows
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
 from runtime.layers.kernels.row_norms import norm_rows
-from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.kernel_weights import expert_pass
@@ -51,9 +46,9 @@ from runtime.layers.moe.kernels.run_experts import experts_few_rows, run_experts
 from runtime.layers.moe.router import Router, Routing
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
-from runtime.layers.ops import Stream
+from runtime.layers.ops import LatentRows, Stream
 from runtime.layers.pass_context import PassContext
-from runtime.layers.rope import Rope, RotaryHeads
+from runtime.layers.rope import RotaryHeads
 from runtime.layers.row_norms import RowNorms
 from runtime.layers.warmup_chain import run_chain
 
@@ -64,7 +59,7 @@ MAX_DEFERRED = 512
 """Maximum rows of a norm that an all-reduce kernel prepares. cuBLAS, which needs a kernel for the norm, runs most GEMMs of more rows."""
 
 
-class CudaOps:
+class CudaOps(CudaLatentOps):
     """`BlockOps` for 16-bit weights. A row's result depends on its own row and on the number of rows, but not on the other rows.
 
     Attributes:
@@ -179,32 +174,18 @@ class CudaOps:
         batch = context.batch
         return rope_and_cache(qkv, heads, batch.positions, batch.out_cache_loc, context.kv_pool.flat(layer_id), self.pdl)
 
-    def write_latent(
-        self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm the latents, rotate the shared key, write the latent KV rows; returns the queries' columns and the KV rows."""
-        batch = context.batch
-        return write_latent(rows, heads, batch.positions, batch.out_cache_loc, context.kv_pool.flat(layer_id)[0], self.pdl)
+    def project_latent(self, stream: Stream, norm: RMSNorm, linear: Linear, q_norm: RMSNorm | None) -> LatentRows:
+        """`linear(norm(h))`; some kernels for few rows prepare `q_norm`."""
+        choice = self.choice("linear", linear, stream.h.shape[0], stream.in_prompt)
+        prepared = None if q_norm is None else prepared_queries(choice, linear, len(stream.h), q_norm)
+        return LatentRows(self._linear(*self._normed(stream, norm, choice), linear, choice, stream.in_prompt, prepared), prepared)
 
-    def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor) -> None:
-        """Rotate `x` [T, H, rope.dim] into `out`."""
-        rotate_heads(x, rope, positions, out, self.pdl)
-
-    def absorb(
-        self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, in_prompt: bool = False
-    ) -> torch.Tensor:
-        """Queries over latent rows, [T, H, row_dim]."""
-        return absorbed_gemms.absorb(q, heads, key, positions, self.pdl)
-
-    def project_values(self, attended: torch.Tensor, value: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
-        """Values of each head, [T, H, value_dim]."""
-        return absorbed_gemms.project(attended, value, self.pdl)
-
-    def prompt_attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Causal attention of whole prompts, one after another: [T, H, value_dim]."""
-        return attend_prompts(q, k, v, layer.scale, batch)
+    def project_queries(self, latent: LatentRows, q_proj: Linear, q_norm: RMSNorm) -> torch.Tensor | None:
+        """`q_proj(q_norm(latent))`, if the norm is prepared and this GEMM has a kernel that completes it."""
+        prepared, choice = latent.deferred, self.choice("linear", q_proj, len(latent.rows))
+        if prepared is None or choice is None:
+            return None
+        return self._linear(prepared.scaled, RowScale(prepared.squares, q_norm.eps), q_proj, choice)
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
         """`head(x)` in float32, [N, vocab], written to `out` if given; summed and kept in float32 throughout."""
@@ -341,11 +322,19 @@ class CudaOps:
         assert stream.norm is norm, "another norm was deferred"
         return stream.deferred.scaled, RowScale(stream.deferred.squares, norm.eps)
 
-    def _linear(self, x: torch.Tensor, scale: RowScale | None, linear: Linear, choice: GemmChoice, in_prompt: bool = False) -> torch.Tensor:
+    def _linear(
+        self,
+        x: torch.Tensor,
+        scale: RowScale | None,
+        linear: Linear,
+        choice: GemmChoice,
+        in_prompt: bool = False,
+        deferred: DeferredNorm | None = None,
+    ) -> torch.Tensor:
         if choice is None:
             return self._many_rows(x, linear, in_prompt)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
-        fused_gemm(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale), self.pdl)
+        fused_gemm(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale, deferred=deferred), self.pdl)
         return out
 
     def _gate_up(

@@ -22,11 +22,11 @@ from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
-from runtime.layers.ops import BlockOps
+from runtime.layers.ops import BlockOps, LatentRows, Stream
 from runtime.layers.pass_context import PassContext
 
 
-class LatentAttention(AttentionLayer):
+class LatentAttention(AttentionLayer[LatentRows]):
     """`AttentionLayer`: latent attention of one layer, or this rank's heads over rows replicated on every rank. Owner of its weights.
 
     Attributes:
@@ -72,9 +72,10 @@ class LatentAttention(AttentionLayer):
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
         """The GEMMs of decode passes, in order."""
-        yield Gemm("linear", self.down_proj, norm)
+        q_norm = self.heads.q_norm
+        yield Gemm("linear", self.down_proj, norm, q_norm=q_norm)
         if self.q_proj is not None:
-            yield Gemm("linear", self.q_proj, None)
+            yield Gemm("linear", self.q_proj, None, q_norm=q_norm)
         yield Gemm("linear_add", self.o_proj, next_norm, after_attention=True)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
@@ -89,33 +90,63 @@ class LatentAttention(AttentionLayer):
         rows = torch.zeros((tokens, (self.q_proj or self.down_proj).out_features), dtype=key.dtype, device=key.device)
         q = rows[:, : heads.num_heads * heads.query_dim].view(tokens, heads.num_heads, -1)
         query = self.ops.absorb(q, heads, key, positions)
+        rows = torch.zeros((tokens, self.down_proj.out_features), dtype=key.dtype, device=key.device)
+        cache = torch.zeros((1, 1, heads.row_dim), dtype=key.dtype, device=key.device)
+        self.ops.absorb_and_write(q, rows, heads, key, positions, positions, cache)
         self.ops.project_values(query[..., : heads.kv_rank].contiguous(), value)
 
-    def write_kv(self, qkv: torch.Tensor, context: PassContext) -> None:
+    def project(self, stream: Stream, norm: RMSNorm) -> LatentRows:
+        """The first projection of the normed stream."""
+        return self.ops.project_latent(stream, norm, self.down_proj, self.heads.q_norm)
+
+    def project_rows(self, x: torch.Tensor) -> LatentRows:
+        """The first projection of normed rows [T, in] in the model's dtype."""
+        return LatentRows(self.ops.linear(x, self.down_proj))
+
+    def write_kv(self, qkv: LatentRows, context: PassContext) -> None:
         """Write the latent rows to the pool."""
-        self.ops.write_latent(qkv, self.heads, self.spec.layer_id, context)
+        self.ops.write_latent(qkv.rows, self.heads, self.spec.layer_id, context)
 
-    def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """Write the latent rows to the pool and attend: [T, H * value_dim], the dtype of `qkv`, the rows of `project`."""
-        heads = self.heads
-        q, latent = self.ops.write_latent(qkv, heads, self.spec.layer_id, context)
-        if self.q_proj is not None:
-            q = self.ops.linear(q, self.q_proj, context.batch.mode is ForwardMode.EXTEND)
-        q = q.view(-1, heads.num_heads, heads.query_dim)
+    def attend(self, qkv: LatentRows, context: PassContext) -> torch.Tensor:
+        """Write the latent rows to the pool and attend: [T, H * value_dim], the dtype of the rows."""
         attend = self._plain if not self._always_absorbed and is_whole_prompt(context.batch) else self._absorbed
-        return attend(q, latent, context).flatten(1)
+        return attend(qkv, context).flatten(1)
 
-    def _absorbed(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
+    def _absorbed(self, qkv: LatentRows, context: PassContext) -> torch.Tensor:
         """The absorbed form, over the latent rows in the pool: [T, H, value_dim]."""
         heads, key, value = self.heads, *self._kv_weights()
         in_prompt = context.batch.mode is ForwardMode.EXTEND
-        query = self.ops.absorb(q, heads, key, context.batch.positions, in_prompt)
+        query = self._written_together(qkv, key, context)
+        if query is None:
+            q, _ = self._written(qkv, context)
+            query = self.ops.absorb(q, heads, key, context.batch.positions, in_prompt)
         attended = context.backend.forward(query, self.spec, context.batch).view(-1, heads.num_heads, heads.kv_rank)
         return self.ops.project_values(attended, value, in_prompt)
 
-    def _plain(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
+    def _written_together(self, qkv: LatentRows, key: torch.Tensor, context: PassContext) -> torch.Tensor | None:
+        """Queries over latent rows, which the kernel that computes them also writes to the pool; None if no kernel does."""
+        heads, batch, rows = self.heads, context.batch, qkv.rows
+        q = rows[:, : heads.q_columns]
+        if self.q_proj is not None:
+            assert heads.q_norm is not None, "the queries' latent has a norm"
+            q = self.ops.project_queries(qkv, self.q_proj, heads.q_norm)
+        if q is None:
+            return None
+        cache, _ = context.kv_pool.flat(self.spec.layer_id)
+        q = q.view(-1, heads.num_heads, heads.query_dim)
+        return self.ops.absorb_and_write(q, rows, heads, key, batch.positions, batch.out_cache_loc, cache)
+
+    def _written(self, qkv: LatentRows, context: PassContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """All heads' queries [T, H, query_dim], and the KV rows [T, row_dim], which are also written to the pool."""
+        heads = self.heads
+        q, latent = self.ops.write_latent(qkv.rows, heads, self.spec.layer_id, context)
+        if self.q_proj is not None:
+            q = self.ops.linear(q, self.q_proj, context.batch.mode is ForwardMode.EXTEND)
+        return q.view(-1, heads.num_heads, heads.query_dim), latent
+
+    def _plain(self, qkv: LatentRows, context: PassContext) -> torch.Tensor:
         """The plain form, over keys and values of the pass itself: [T, H, value_dim]."""
-        heads, batch = self.heads, context.batch
+        heads, batch, (q, latent) = self.heads, context.batch, self._written(qkv, context)
         self.ops.rotate(q[..., heads.nope_dim :], heads.rope, batch.positions, q[..., heads.nope_dim :])
         made = self.ops.linear(latent[:, : heads.kv_rank].contiguous(), self.kv_b_proj).view(len(q), heads.num_heads, -1)
         shared = latent[:, None, heads.kv_rank :].expand(-1, heads.num_heads, -1)

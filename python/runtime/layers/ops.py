@@ -60,6 +60,19 @@ class Stream:
     in_prompt: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LatentRows:
+    """The rows of latent attention's first projection.
+
+    Attributes:
+        rows: [T, q_columns + row_dim] in the model's dtype, before their norms.
+        deferred: data that the projection stored for the norm of the queries' latent; only operations read it.
+    """
+
+    rows: torch.Tensor
+    deferred: DeferredNorm | None = None
+
+
 class BlockOps(Protocol):
     """The operations that models call. T tokens; activations in the model's dtype."""
 
@@ -174,6 +187,14 @@ class BlockOps(Protocol):
         """
         ...
 
+    def project_latent(self, stream: Stream, norm: RMSNorm, linear: Linear, q_norm: RMSNorm | None) -> LatentRows:
+        """`linear(norm(h))`. `q_norm`: the norm of the queries' latent, the first columns, which the operation may prepare."""
+        ...
+
+    def project_queries(self, latent: LatentRows, q_proj: Linear, q_norm: RMSNorm) -> torch.Tensor | None:
+        """`q_proj(q_norm(latent))`, [T, H * query_dim], if `project_latent` has prepared the norm."""
+        ...
+
     def write_latent(
         self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,6 +226,25 @@ class BlockOps(Protocol):
 
         Returns:
             [T, H, row_dim], contiguous.
+        """
+        ...
+
+    def absorb_and_write(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        heads: LatentHeads,
+        key: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """`absorb`, and the KV rows of `rows` as by `write_latent`, in one kernel; None, with nothing written, if no kernel can.
+
+        Args:
+            rows: [T, q_columns + row_dim], as in `LatentRows`.
+            slots: int64 [T].
+            cache: [num_slots, 1, row_dim] contiguous.
         """
         ...
 

@@ -24,7 +24,7 @@ from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
-from runtime.layers.ops import Stream
+from runtime.layers.ops import LatentRows, Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.quantization.fp8 import E4M3_MAX
 from runtime.layers.rope import Rope, RopeFactors, RotaryHeads
@@ -140,6 +140,13 @@ class TorchOps:
                 cache.view(torch.uint8).index_copy_(0, context.batch.out_cache_loc, stored.view(torch.uint8))
         return query_key[:, :num_q]
 
+    def project_latent(self, stream: Stream, norm: RMSNorm, linear: Linear, q_norm: RMSNorm | None) -> LatentRows:
+        """`linear(norm(h))`."""
+        return LatentRows(self.norm_linear(stream, norm, linear))
+
+    def project_queries(self, latent: LatentRows, q_proj: Linear, q_norm: RMSNorm) -> torch.Tensor | None:
+        """None: `project_latent` prepares no norm."""
+
     def write_latent(
         self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +171,18 @@ class TorchOps:
         query = absorb_by_bmm(q, heads, key, in_prompt)
         self.rotate(q[..., heads.nope_dim :], heads.rope, positions, query[..., heads.kv_rank :])
         return query
+
+    def absorb_and_write(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        heads: LatentHeads,
+        key: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """None: rows are written first."""
 
     def project_values(self, attended: torch.Tensor, value: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """Values of each head, [T, H, value_dim]."""

@@ -9,7 +9,7 @@ import torch
 from runtime.layers.gemm.gemm import Gemm, GemmKey, input_dtype
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
-from runtime.layers.ops import BlockOps, Stream
+from runtime.layers.ops import BlockOps, LatentRows, Stream
 
 
 def run_chain(
@@ -28,6 +28,7 @@ def run_chain(
     norm = next(gemm.norm for gemm in gemms if gemm.norm is not None)
     start = Stream(torch.zeros((rows, norm.weight.shape[0]), device=norm.weight.device))
     streams, done, writer = dict[GemmKey, Stream](), set[tuple[GemmKey | None, GemmKey]](), None
+    latent: LatentRows | None = None
     for gemm in gemms:
         key, linear = gemm.key(rows), gemm.linear
         if gemm.op != "logits" and (writer, key) not in done:
@@ -39,6 +40,10 @@ def run_chain(
             x = torch.zeros((rows, linear.in_features), dtype=input_dtype(linear, gemm.norm), device=linear.weight.device)
             if gemm.norm is None:
                 ops.linear(x, linear)
+                if gemm.q_norm is not None and latent is not None:
+                    ops.project_queries(latent, linear, gemm.q_norm)
+            elif gemm.q_norm is not None:
+                latent = ops.project_latent(stream, norm, linear, gemm.q_norm)
             elif gemm.op == "linear":
                 ops.norm_linear(stream, norm, linear)
             elif gemm.op == "gate_up":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from runtime.layers.attention_layer import Attention, AttentionLayer
+from runtime.layers.attention_layer import Attention, AttentionLayer, Rows
 from runtime.layers.dense_sparse_mlp import DenseSparseMlp
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.mlp import GatedMlp, Mlp
@@ -25,7 +26,7 @@ class Block:
             head.
     """
 
-    attention: AttentionLayer
+    attention: AttentionLayer[Any]
     mlp: Mlp
     attn_norm: RMSNorm | None
     mlp_norm: RMSNorm
@@ -56,8 +57,12 @@ class Block:
             rows: [T, in] in the model's dtype: what attention reads instead of the normed stream.
             wanted: int64 [N], the tokens whose rows are returned; KV is written for all tokens, and nothing else is computed if N = 0.
         """
-        attention = self.attention
-        qkv = attention.project(stream, self.attn_norm) if rows is None else attention.project_rows(rows)
+        attention, norm = self.attention, self.attn_norm
+        if rows is None:
+            assert norm is not None, "this block has no input norm: it needs rows"
+            qkv = attention.project(stream, norm)
+        else:
+            qkv = attention.project_rows(rows)
         attended, stream = _attend(attention, qkv, stream, context, wanted)
         if attended is None:
             return stream
@@ -106,7 +111,7 @@ class SandwichBlock:
 
 
 def _attend(
-    attention: AttentionLayer, qkv: torch.Tensor, stream: Stream, context: PassContext, wanted: torch.Tensor | None
+    attention: AttentionLayer[Rows], qkv: Rows, stream: Stream, context: PassContext, wanted: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, Stream]:
     """The attended rows and the stream of the `wanted` tokens. KV is written for all tokens, and the rows are None if none is wanted."""
     if wanted is None:

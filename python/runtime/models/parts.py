@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from runtime.distributed.parallel_group import Shard
@@ -159,7 +161,7 @@ class ModelParts:
         attention = self.attention(prefix + "self_attn.", layer_id, in_features)
         return self.block(prefix, attention, self.mlp(prefix + "mlp.", layer_id, names), input_norm)
 
-    def block(self, prefix: str, attention: AttentionLayer, mlp: Mlp, input_norm: bool = True) -> Block:
+    def block(self, prefix: str, attention: AttentionLayer[Any], mlp: Mlp, input_norm: bool = True) -> Block:
         """The block of this attention and MLP, whose norms have Llama's names. `input_norm`: whether the block has the first one."""
         attn_norm = self.norm(prefix + "input_layernorm.weight") if input_norm else None
         return Block(attention, mlp, attn_norm, self.norm(prefix + "post_attention_layernorm.weight"))

@@ -2,7 +2,7 @@
 
 A row of the residual stream h is normed as `h * gain / rms(h)`. The gain is one factor per column, so the GEMM that adds to h also stores
 `h * gain`, rounded, and the sums of squares of the columns that it computes. `1 / rms(h)` is one factor per row, so the next GEMM, which is
-linear, can multiply its sums by it.
+linear, can multiply its sums by it. The same holds for a norm of the first columns of any GEMM's output, such as the queries' latent.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """The additional outputs of a GEMM that adds to the stream, for the norm that reads the stream next.
+    """The additional outputs of a GEMM for the norm that reads its output h next.
 
     Attributes:
-        gain: [hidden], the norm's weight.
-        scaled: [M, hidden] contiguous, the gain's dtype: `h * gain`.
+        gain: [columns], the norm's weight: all columns of the stream, or the first ones of another output.
+        scaled: [M, columns] contiguous, the gain's dtype: `h * gain`.
         squares: float32 [M, parts] contiguous: partial sums of `h * h`, each over the columns of one program.
     """
 
@@ -68,10 +68,13 @@ class Norms(ctypes.Structure):
         ("gain", ctypes.c_void_p),
         ("scaled", ctypes.c_void_p),
         ("next_squares", ctypes.c_void_p),
+        ("next_columns", ctypes.c_int),
+        ("next_parts", ctypes.c_int),
     )
 
 
 def norms_argument(scale: RowScale | None, deferred: DeferredNorm | None) -> Norms:
     """The kernel parameter that describes the preceding and the following norm."""
     read = (scale.squares.data_ptr(), scale.squares.shape[1], scale.eps) if scale is not None else (None, 0, 0.0)
-    return Norms(*read, *(None if tensor is None else tensor.data_ptr() for tensor in deferred_buffers(deferred)))
+    sizes = (0, 0) if deferred is None else (len(deferred.gain), deferred.squares.shape[1])
+    return Norms(*read, *(None if tensor is None else tensor.data_ptr() for tensor in deferred_buffers(deferred)), *sizes)

@@ -27,7 +27,8 @@ class Epilogue:
         silu, gelu: the weight has gate rows, then up rows, and `out` is [M, N / 2] instead of [M, N]; not with `add`.
         add: add to `out` instead of overwriting it.
         scale: row scales, if a deferred norm precedes this GEMM.
-        deferred: additional outputs for the norm that reads `out` next; requires `add` and a float32 `out`.
+        deferred: additional outputs for the norm that reads `out` next; requires `add` and a float32 `out`, except in kernels for few rows,
+            which also take a norm of the first columns of another `out`.
         argmax: int32 [2, M, tiles] contiguous: the key of each tile's largest sum and its first column, by `tile_argmax`; `out` must then
             be None or float32. Not with `silu`, `gelu` or `add`.
     """

@@ -84,11 +84,11 @@ struct Output {
             const long place = (long)token * columns + column;
             if (in && WRITE == 0) ((u16*)out)[place] = to_bf16(sum);
             if (in && WRITE != 0) ((float*)out)[place] = sum;
-            if (DEFER) {
+            if (DEFER && first < norms.next_columns) {  // all columns of a block are normed, or none
                 float square = sum * sum;
-                if (in) norms.scaled[place] = to_bf16(sum * of_bf16(norms.gain[column]));
+                if (in) norms.scaled[(long)token * norms.next_columns + column] = to_bf16(sum * of_bf16(norms.gain[column]));
                 square = sum_of_lanes<OUTPUTS>(square);
-                if (in && o == 0) norms.next_squares[(long)token * gridDim.x + blockIdx.x] = square;
+                if (in && o == 0) norms.next_squares[(long)token * norms.next_parts + blockIdx.x] = square;
             }
         }
     }

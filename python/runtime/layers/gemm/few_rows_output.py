@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,12 +35,21 @@ class OutputVariant:
 
     @classmethod
     def of(cls, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, parts: int, pdl: bool) -> OutputVariant:
-        """The variant for `out = epilogue(x @ weight.T)`, after checks. `parts`: sums of squares per row for a deferred norm."""
+        """The variant for `out = epilogue(x @ weight.T)`, after checks. `parts`: sums of squares per row for a deferred norm.
+
+        Without `add`, a deferred norm may also be one of the first columns of `out`, those of the first blocks.
+        """
         M, wide = len(x), out.dtype is torch.float32
         assert 0 < M <= MAX_ROWS, f"expected 1 to {MAX_ROWS} rows; got {M}"
         assert x.dtype is torch.bfloat16, f"expected bfloat16 rows; got {x.dtype}"
         assert epilogue.argmax is None, "expected no argmax"
-        epilogue.check_gemm(x, weight, out, parts)
+        if epilogue.deferred is None or epilogue.add:
+            epilogue.check_gemm(x, weight, out, parts)
+        else:
+            replace(epilogue, deferred=None).check_gemm(x, weight, out, parts)
+            columns, own = len(epilogue.deferred.gain), epilogue.columns(len(weight)) // parts
+            assert columns % own == 0, f"expected a norm of a multiple of {own} columns; got {columns}"
+            epilogue.deferred.check(M, columns, columns // own)
         narrow = out.dtype is torch.bfloat16 and not epilogue.add
         assert wide or narrow, f"expected a float32 out, or bfloat16 without add; got {out.dtype}"
         return cls(

@@ -32,6 +32,8 @@ class Gemm:
         norm: the norm fused with it: the preceding one for "linear" and "gate_up", the next one for "linear_add"; None for a "linear" whose
             rows are not normed.
         activation: the activation of "gate_up".
+        q_norm: for latent attention's first projection, and for that of the queries, the norm between them: the first may prepare it for
+            the second.
         after_attention: whether it directly follows attention, which triggers its launch early and, for short contexts, leaves the memory
             idle.
     """
@@ -40,6 +42,7 @@ class Gemm:
     linear: Linear
     norm: RMSNorm | None
     activation: Activation = Activation.SILU
+    q_norm: RMSNorm | None = None
     after_attention: bool = False
 
     def key(self, m_bucket: int) -> GemmKey:

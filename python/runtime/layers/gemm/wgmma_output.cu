@@ -58,6 +58,7 @@ struct Norms {
     const u16* gain;
     u16* scaled;
     float* next_squares;
+    int next_columns, next_parts;  // all columns of the output here
 };
 
 // Where a thread's results go. `column` is the thread's first column; the block stores rows from `least_row` and columns from `least_column` on.

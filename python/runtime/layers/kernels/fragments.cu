@@ -91,6 +91,7 @@ struct Norms {
     const u16* gain;  // of the norm after the GEMM, and its outputs
     u16* scaled;
     float* next_squares;
+    int next_columns, next_parts;  // of those outputs: the first columns of `out`, or all, and the blocks that compute them
 };
 
 struct Weights {  // of one projection

@@ -9,7 +9,7 @@
 //
 // Constants from the host: NOPE, RANK, ROPE (columns of a head's unrotated query, of the latent, and of the rotated query), INTERLEAVED (whether
 // adjacent columns rotate together; otherwise columns ROPE / 2 apart), TOKENS (8 or 16: most tokens), EARLY (whether the kernel starts before the
-// preceding one has ended).
+// preceding one has ended), WRITES (whether the first M blocks norm and rotate the KV row of a token each and store it in its slot).
 //
 // Source: PTX ISA, "movmatrix".
 
@@ -53,17 +53,91 @@ __device__ __forceinline__ void rotate_two(u32& a, u32& b, float2 cos, float2 si
 // Forces the compiler to compute an offset here, before the wait, and not where it is used.
 __device__ __forceinline__ void compute_now(int& x) { asm volatile("" : "+r"(x)); }
 
+struct Latents {  // of the tokens: RANK columns to norm, then ROPE to rotate
+    const u16 *rows, *gain;
+    const long long* slots;
+    u16* cache;  // [slots][RANK + ROPE]
+    int row_columns;
+    float eps;
+};
+
+// Two bfloat16 numbers; zeros instead of NaN and infinity, because a masked key of another request must not spoil its output.
+__device__ __forceinline__ u32 finite2(u32 v) {
+    return ((v & 0x7F80) == 0x7F80 ? 0 : v & 0xFFFF) | ((v & 0x7F800000) == 0x7F800000 ? 0 : v & 0xFFFF0000);
+}
+
+// Norms and rotates the KV row of a token and stores it, by one block.
+__device__ __forceinline__ void write_row(const Latents& latents, int token, const long long* positions, const float* cos_sin) {
+    constexpr int NORMED = RANK / 4, EACH = (NORMED + THREADS - 1) / THREADS;  // pieces of four columns; of a thread
+    constexpr int APART = INTERLEAVED ? 4 : ROPE / 2;                         // from the first four columns to rotate to the other four
+    __shared__ float squares[WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = (INTERLEAVED ? 8 : 4) * threadIdx.x;
+    const bool rotates = threadIdx.x < ROTATED_PIECES;
+    const u16* const row = latents.rows + (long)token * latents.row_columns;
+    u16* const to = latents.cache + latents.slots[token] * (RANK + ROPE);
+    uint2 gain[EACH], x[EACH];
+    #pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const int piece = k * THREADS + threadIdx.x;
+        gain[k] = piece < NORMED ? *(const uint2*)(latents.gain + 4 * piece) : make_uint2(0, 0);
+    }
+    float4 cos = {}, sin = {};
+    if (rotates) {
+        const float* const angles = cos_sin + positions[token] * ROPE + 4 * threadIdx.x;
+        cos = *(const float4*)angles, sin = *(const float4*)(angles + ROPE / 2);
+    }
+    if (EARLY) wait_for_previous();
+
+    uint2 low = {}, high = {};
+    if (rotates) low = *(const uint2*)(row + RANK + pairs), high = *(const uint2*)(row + RANK + pairs + APART);
+    float sum = 0.0f;
+    #pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const int piece = k * THREADS + threadIdx.x;
+        x[k] = piece < NORMED ? *(const uint2*)(row + 4 * piece) : make_uint2(0, 0);
+        sum += low_of(x[k].x) * low_of(x[k].x) + high_of(x[k].x) * high_of(x[k].x);
+        sum += low_of(x[k].y) * low_of(x[k].y) + high_of(x[k].y) * high_of(x[k].y);
+    }
+    sum = sum_of_lanes<32>(sum);
+    if (lane == 0) squares[warp] = sum;
+    __syncthreads();
+    sum = 0.0f;
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += squares[w];
+    const float factor = 1.0f / sqrtf(sum / RANK + latents.eps);
+    const auto scaled = [&](u32 v, u32 by) {
+        return finite2(to_bf16x2(low_of(v) * factor * low_of(by), high_of(v) * factor * high_of(by)));
+    };
+    #pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const int piece = k * THREADS + threadIdx.x;
+        if (piece < NORMED) *(uint2*)(to + 4 * piece) = make_uint2(scaled(x[k].x, gain[k].x), scaled(x[k].y, gain[k].y));
+    }
+    if (!rotates) return;
+    rotate_two(low.x, INTERLEAVED ? low.y : high.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
+    rotate_two(INTERLEAVED ? high.x : low.y, high.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+    *(uint2*)(to + RANK + pairs) = make_uint2(finite2(low.x), finite2(low.y));
+    *(uint2*)(to + RANK + pairs + APART) = make_uint2(finite2(high.x), finite2(high.y));
+}
+
 // Computes out [M, heads, RANK + ROPE] from q [M, heads, NOPE + ROPE] and key [heads, NOPE, RANK]. `q_token`, `q_head` and `key_head` are strides.
-// A row of cos_sin has the cosines of ROPE / 2 angles, then their sines. Blocks: heads * PARTS. Offsets must fit into 32 bits.
+// A row of cos_sin has the cosines of ROPE / 2 angles, then their sines. Blocks: heads * PARTS, after M more with WRITES. Offsets must fit into
+// 32 bits.
 extern "C" __global__ void __launch_bounds__(THREADS, 8) absorb_queries(
-    const u16* q, const u16* key, const long long* positions, const float* cos_sin, u16* out, int M, int q_token, int q_head, int key_head
+    const u16* q, const u16* key, const long long* positions, const float* cos_sin, u16* out, int M, int q_token, int q_head, int key_head,
+    const Latents latents
 ) {
     extern __shared__ __align__(128) u8 shared[];  // [NOPE][KEY_BYTES] keys; [TOKENS][TOKEN_BYTES] tokens
     u8* const tokens = shared + NOPE * KEY_BYTES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int head = blockIdx.x / PARTS, part = blockIdx.x % PARTS, out_token = gridDim.x / PARTS * (RANK + ROPE);
+    const int writing = WRITES ? M : 0, block = blockIdx.x - writing;
+    const int head = block / PARTS, part = block % PARTS, out_token = (gridDim.x - writing) / PARTS * (RANK + ROPE);
 
     if (EARLY) launch_next();
+    if (WRITES && block < 0) {
+        write_row(latents, blockIdx.x, positions, cos_sin);
+        return;
+    }
     const int copied = threadIdx.x / KEY_PIECES, piece = threadIdx.x % KEY_PIECES;
     const u16* const from = key + (head * key_head + copied * RANK + part * COLUMNS + piece * 8);
     #pragma unroll

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -38,7 +40,33 @@ def supports(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> bool:
     )
 
 
-def absorb_queries(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """The KV rows that a pass writes.
+
+    Attributes:
+        rows: bfloat16 [T, columns]; the last `row_dim` columns are a latent before its norm and a key before its rotation.
+        slots: int64 [T] contiguous: where they are written.
+        cache: bfloat16 [num_slots, 1, row_dim] contiguous.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    cache: torch.Tensor
+
+    def supported(self, heads: LatentHeads) -> bool:
+        """Whether the kernel can write these rows, if it supports the queries."""
+        gain, first = heads.kv_norm.weight, self.rows.shape[1] - heads.row_dim
+        return (
+            self.rows.dtype is self.cache.dtype is gain.dtype is torch.bfloat16
+            and self.rows.is_contiguous()
+            and self.rows.shape[1] % ALIGNED == first % ALIGNED == 0
+        )
+
+
+def absorb_queries(
+    q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, new: NewRows | None = None, *, pdl: bool = False
+) -> torch.Tensor:
     """Multiply the queries' first columns by the key half of `kv_b_proj` and rotate the others: queries over latent rows.
 
     Args:
@@ -46,9 +74,10 @@ def absorb_queries(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, posit
         heads: widths and rotary table.
         key: [H, nope_dim, kv_rank]; heads may be strided.
         positions: int64 [T] contiguous.
-        pdl: start before the previous kernel has ended (programmatic dependent launch). Keys, positions and rotary table are read before
-            the wait. A kernel that waits before it triggers the next launch, such as the embedding kernel, must therefore run between the
-            kernel that writes the positions and this one.
+        new: `supported` rows to norm, rotate and write in the same kernel, like `write_latent`; None to write nothing.
+        pdl: start before the previous kernel has ended (programmatic dependent launch). Weights, positions, slots and rotary table are
+            read before the wait. A kernel that waits before it triggers the next launch, such as the embedding kernel, must therefore run
+            between the kernels that write positions and slots and this one.
 
     Returns:
         [T, H, row_dim] contiguous. Each token depends only on its own query, and the order of summation only on the widths.
@@ -59,20 +88,44 @@ def absorb_queries(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, posit
     assert key.stride(1) == rank, "the rows of a head's keys must be adjacent"
     assert positions.shape == (T,), f"expected {T} positions; got {tuple(positions.shape)}"
     out = torch.empty((T, H, heads.row_dim), dtype=q.dtype, device=q.device)
-    _kernel(nope, rank, rope.dim, rope.interleaved, token_tile(T), pdl)(
-        H * (rank // COLUMNS), (q, key, positions, rope.cos_sin, out, T, q.stride(0), q.stride(1), key.stride(0)), pdl
-    )
+    arguments = q, key, positions, rope.cos_sin, out, T, q.stride(0), q.stride(1), key.stride(0), _latents(new, heads)
+    blocks = H * (rank // COLUMNS) + (0 if new is None else T)
+    _kernel(nope, rank, rope.dim, rope.interleaved, token_tile(T), new is not None, pdl)(blocks, arguments, pdl)
     return out
 
 
+class _Latents(ctypes.Structure):
+    """`Latents` in `absorb_queries.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "gain", "slots", "cache")),
+        ("row_columns", ctypes.c_int),
+        ("eps", ctypes.c_float),
+    )
+
+
+def _latents(new: NewRows | None, heads: LatentHeads) -> _Latents:
+    if new is None:
+        return _Latents()
+    T, columns = new.rows.shape
+    assert new.supported(heads), "expected contiguous rows and cache in bfloat16"
+    assert new.slots.shape == (T,), f"expected {T} slots; got {tuple(new.slots.shape)}"
+    assert new.cache.shape[1:] == (1, heads.row_dim), f"expected a cache of rows of {heads.row_dim} columns; got {tuple(new.cache.shape)}"
+    first = new.rows[:, columns - heads.row_dim :]
+    places = (first, heads.kv_norm.weight, new.slots, new.cache)
+    return _Latents(*(place.data_ptr() for place in places), columns, heads.kv_norm.eps)
+
+
 @cache
-def _kernel(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, pdl: bool) -> cuda_driver.Kernel:
+def _kernel(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, writes: bool, pdl: bool) -> cuda_driver.Kernel:
     size = nope * 2 * COLUMNS + tokens * 64 * (nope // 32 | 1)
-    text = source(nope, rank, rope, interleaved, tokens, pdl)
+    text = source(nope, rank, rope, interleaved, tokens, writes, pdl)
     return cuda_driver.compile_kernel(text, "absorb_queries", threads=32 * WARPS, cluster=1, shared_bytes=size)
 
 
-def source(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, pdl: bool) -> str:
-    """The CUDA program for these widths and at most this many tokens."""
-    constants = {"NOPE": nope, "RANK": rank, "ROPE": rope, "INTERLEAVED": int(interleaved), "TOKENS": tokens, "EARLY": int(pdl)}
+def source(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, writes: bool, pdl: bool) -> str:
+    """The CUDA program for these widths and at most this many tokens; `writes`: it also writes their KV rows."""
+    constants = dict(
+        NOPE=nope, RANK=rank, ROPE=rope, INTERLEAVED=int(interleaved), TOKENS=tokens, EARLY=int(pdl), WRITES=int(writes)
+    )  # fmt: skip
     return program(constants, Path(__file__).with_name("absorb_queries.cu"))

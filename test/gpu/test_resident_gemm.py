@@ -124,16 +124,16 @@ def test_the_projection_behind_attention_is_timed_with_resident_weights() -> Non
     assert not any(isinstance(choice, ResidentConfig) for choice in many.micros)
 
 
-@pytest.mark.parametrize(("rows_of_weights", "tried"), [(1344, True), (5120, False)])
-def test_a_gemm_with_a_block_for_each_multiprocessor_is_timed_with_resident_weights(rows_of_weights: int, tried: bool) -> None:
+@pytest.mark.parametrize(("rows_of_weights", "columns", "tried"), [(1344, 2048, True), (5120, 2048, False), (5120, 768, True)])
+def test_a_gemm_is_timed_with_resident_weights_if_there_is_space(rows_of_weights: int, columns: int, tried: bool) -> None:
     from runtime.config.kernel_configs import ResidentConfig
     from runtime.layers.cuda_ops import CudaOps
     from runtime.layers.gemm.resident_gemm import supports
 
-    linears = [Linear.dense(torch.empty((rows_of_weights, 2048), dtype=BF16, device="cuda").normal_(std=1 / 64)) for _ in range(3)]
+    linears = [Linear.dense(torch.empty((rows_of_weights, columns), dtype=BF16, device="cuda").normal_(std=1 / 64)) for _ in range(3)]
     if not supports(linears[0].weight):
         pytest.skip("needs compute capability 9 and NVRTC")
-    norm = RMSNorm(torch.ones(2048, dtype=BF16, device="cuda"), 1e-6)
+    norm = RMSNorm(torch.ones(columns, dtype=BF16, device="cuda"), 1e-6)
     gemms, timings = [Gemm("linear", linear, norm) for linear in linears], GemmTimings(H200)
     CudaOps(timings).autotune(gemms, (1,))
     timed = timings.known(BF16, gemms[0].key(1))

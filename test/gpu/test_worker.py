@@ -15,11 +15,12 @@ import pytest
 import torch
 from msgspec import structs
 
-from runtime.batch import ScheduleBatch
+from runtime.batch import PAD_ROW, ScheduleBatch
 from runtime.config.device_tuning import H200
 from runtime.config.runtime_config import SpeculativeConfig
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.model_executor import verification
+from runtime.model_executor.iteration import AcceptResult
 from runtime.sampling_params import SamplingParams
 from unit.driver import GREEDY, Driver, EveryNth
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative, write_head
@@ -372,24 +373,29 @@ def test_a_steady_iteration_never_waits_for_the_device(
         assert p.wait().accept_lens.min() >= 1
 
 
-@pytest.mark.parametrize("synthetic", [False, True])
-def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
+@pytest.mark.parametrize("emits", [False, True])
+@pytest.mark.parametrize(("D", "synthetic"), [(4, False), (4, True), (1, False)])
+def test_the_fused_acceptance_is_the_plain_one(D: int, synthetic: bool, emits: bool) -> None:
     from runtime.layers.random_streams import RandomStream, uniforms
     from runtime.model_executor.accept_kernel import accept_chain
     from runtime.model_executor.accept_rules import accept_chain_greedy, accept_chain_synthetic
 
-    B, D, V, R = 37, 4, 3, 64
+    B, V, R = 37, 3, 64
     g = torch.Generator().manual_seed(0)
     draft, target = (torch.randint(0, V, (B, D), generator=g).cuda() for _ in range(2))
     kv_lens = torch.randint(0, 1000, (B,), generator=g).int().cuda()
     rows = (torch.randperm(R - 1, generator=g)[:B] + 1).cuda()
+    rows[3] = PAD_ROW  # as in an iteration graph, where all rows are live
     seeds = torch.randint(-(1 << 62), 1 << 62, (R,), generator=g).cuda()
     lens_by_row, tokens_by_row = torch.full((R,), -5, dtype=torch.int32).cuda(), torch.full((R,), -5).cuda()
     p = torch.tensor([0.9, 0.5, 0.2]).cuda() if synthetic else None
     live = B - 5
     iteration = SimpleNamespace(kv_lens=kv_lens, rows=rows, live=live)
     state = SimpleNamespace(kv_lens=lens_by_row, last_tokens=tokens_by_row, tables=SimpleNamespace(seeds=seeds))
-    lens, tokens = accept_chain(draft, target, iteration, state, V, p)
+    emitted = torch.empty((B, D + 1 if D > 1 else 1), dtype=torch.int64, device="cuda") if emits else None
+    lens, tokens = accept_chain(draft, target, iteration, state, V, p, emitted)
+    if emitted is not None:
+        assert torch.equal(emitted, AcceptResult(lens, tokens).emitted())
     if p is None:
         want_lens, want = accept_chain_greedy(draft, target)
     else:
@@ -399,8 +405,9 @@ def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
     assert torch.equal(lens, want_lens)
     keep = torch.arange(D, device="cuda")[None] < lens[:, None]
     assert torch.equal(tokens[keep], want[keep])
-    assert torch.equal(lens_by_row[rows[:live]], kv_lens[:live] + lens[:live])
-    assert torch.equal(tokens_by_row[rows[:live]], want.gather(1, want_lens.long()[:, None] - 1)[:live, 0])
+    live_rows = torch.arange(live, device="cuda")[rows[:live] != PAD_ROW]
+    assert torch.equal(lens_by_row[rows[live_rows]], kv_lens[live_rows] + lens[live_rows])
+    assert torch.equal(tokens_by_row[rows[live_rows]], want.gather(1, want_lens.long()[:, None] - 1)[live_rows, 0])
     untouched = torch.ones(R, dtype=torch.bool).cuda()
-    untouched[rows[:live]] = False
+    untouched[rows[live_rows]] = False
     assert (lens_by_row[untouched] == -5).all()

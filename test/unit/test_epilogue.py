@@ -11,7 +11,7 @@ from runtime.config.kernel_configs import FragmentConfig, ResidentConfig
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.gemm.fragment_gemm import fragment_gemm
-from runtime.layers.gemm.resident_gemm import resident_config, resident_gemm
+from runtime.layers.gemm.resident_gemm import leaves_space, resident_config, resident_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
 
 ROWS, WEIGHT_ROWS, PARTS = 3, 8, 2
@@ -125,6 +125,15 @@ def test_blocks_with_resident_weights_all_run_at_once(weight_rows: int, columns:
     assert config.depth > 0
     assert config.blocks * (config.warps * config.depth * 2048 + 1152) <= 228 << 10
     assert config.depth <= -(-columns // (64 * config.warps)), "no more than the weights of a block"
+
+
+@pytest.mark.parametrize(
+    ("weight_rows", "columns", "expected"), [(5120, 768, True), (1344, 2048, True), (2048, 5120, False), (5120, 2048, False)]
+)
+def test_small_resident_weights_leave_space_for_the_next_kernel(weight_rows: int, columns: int, expected: bool) -> None:
+    config = resident_config(weight_rows, columns, 132)
+    assert config is not None
+    assert leaves_space(columns, config) is expected
 
 
 @pytest.mark.parametrize(("weight_rows", "columns"), [(28672, 4096), (2050, 4096), (2048, 4100)])

@@ -20,8 +20,8 @@ from runtime.model_executor.request_rows import RequestRows
 
 @triton.jit(do_not_specialize=["live"])
 def _accept(
-    draft, draft_stride, target, kv_lens, rows, accept_lens, tokens, row_lens, row_tokens, live, vocab_size, K,
-    probabilities, seeds, stream_key, position_step, SYNTHETIC: tl.constexpr, BLOCK: tl.constexpr,
+    draft, draft_stride, target, kv_lens, rows, accept_lens, tokens, emitted, row_lens, row_tokens, live, vocab_size, K,
+    probabilities, seeds, stream_key, position_step, SYNTHETIC: tl.constexpr, EMITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     j = tl.arange(0, BLOCK)
@@ -40,15 +40,24 @@ def _accept(
         chosen = tl.where(j < accepted, tl.minimum(tl.maximum(drafted, 0), vocab_size - 1), chosen)
     tl.store(tokens + request * (K + 1) + j, chosen, mask=j <= K)
     tl.store(accept_lens + request, accepted + 1)
-    if request < live:
+    if EMITS:
+        values = tl.where(j > K, accepted + 1, chosen)
+        tl.store(emitted + request * (K + 2) + j, values, mask=j <= K + 1)
+    if (request < live) & (row != 0):  # the length of the padding row stays 0
         tl.store(row_lens + row, length + accepted + 1)
         tl.store(row_tokens + row, tl.sum(tl.where(j == accepted, chosen, 0), 0))
 
 
 def accept_chain(
-    draft: torch.Tensor, target: torch.Tensor, iteration: Iteration, state: RequestRows, vocab_size: int, probabilities: torch.Tensor | None
+    draft: torch.Tensor,
+    target: torch.Tensor,
+    iteration: Iteration,
+    state: RequestRows,
+    vocab_size: int,
+    probabilities: torch.Tensor | None,
+    emitted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept drafts, and commit lengths and tokens to the rows of an iteration's live requests.
+    """Accept drafts, and commit lengths and tokens to the rows of an iteration's live requests, except the padding row.
 
     Args:
         draft: int64 [B, D], rows may be strided; column 0 is the last committed token.
@@ -56,6 +65,7 @@ def accept_chain(
         iteration: its rows, and KV lengths before it.
         state: KV lengths and last tokens by row are written.
         probabilities: float32 [K], synthetic acceptance regardless of the tokens; None for greedy acceptance.
+        emitted: contiguous, written if given: `AcceptResult.emitted`.
 
     Returns:
         accept_lens int32 [B] and tokens int64 [B, D]: up to the accept length those of `accept_chain_greedy` or
@@ -63,11 +73,13 @@ def accept_chain(
     """
     B, D = draft.shape
     accept_lens = torch.empty(B, dtype=torch.int32, device=draft.device)
-    tokens = torch.empty((B, D), dtype=torch.int64, device=draft.device)
+    tokens = torch.empty((B, D), dtype=torch.int64, device=draft.device) if emitted is None or D > 1 else emitted
+    emits = emitted is not None and D > 1
     _accept[(B,)](
-        draft, draft.stride(0), target, iteration.kv_lens, iteration.rows, accept_lens, tokens, state.kv_lens, state.last_tokens,
+        draft, draft.stride(0), target, iteration.kv_lens, iteration.rows, accept_lens, tokens, emitted if emits else tokens,
+        state.kv_lens, state.last_tokens,
         iteration.live, vocab_size, D - 1, target if probabilities is None else probabilities, state.tables.seeds,
         signed(STREAM_STEP * (RandomStream.SYNTHETIC + 1)), signed(POSITION_STEP),
-        SYNTHETIC=probabilities is not None, BLOCK=max(triton.next_power_of_2(D), 2), num_warps=1,
+        SYNTHETIC=probabilities is not None, EMITS=emits, BLOCK=max(triton.next_power_of_2(D + emits), 2), num_warps=1,
     )  # fmt: skip
     return accept_lens, tokens

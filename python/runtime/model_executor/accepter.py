@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from runtime.batch import PAD_ROW
 from runtime.config.runtime_config import SpeculativeConfig
 from runtime.errors import RequestError
 from runtime.layers.forward_batch import ForwardBatch
@@ -61,14 +62,28 @@ class Accepter:
             raise RequestError(f"speculative_synthetic_accept_length {why}", "speculative_synthetic_accept_length")
         self._synthetic.copy_(torch.tensor(acceptance, dtype=self._synthetic.dtype))
 
-    def accept(self, iteration: Iteration, window: DraftWindow, verified: VerifyResult, batch: ForwardBatch) -> AcceptResult:
-        """Decide, move accepted KV to the front of its window (trees), and commit to the rows. `batch`: the inputs of the verify pass."""
+    def accept(
+        self,
+        iteration: Iteration,
+        window: DraftWindow,
+        verified: VerifyResult,
+        batch: ForwardBatch,
+        emitted: torch.Tensor | None = None,
+    ) -> AcceptResult:
+        """Decide, move accepted KV to the front of its window (trees), and commit to the rows.
+
+        Args:
+            batch: the inputs of the verify pass.
+            emitted: `AcceptResult.emitted`, written if given.
+        """
         if iteration.caps is not None:
             window = window.capped(iteration.caps.device)
         elif self.fusable(iteration, window):
-            return self.accept_fused(iteration, window, verified)
+            return self.accept_fused(iteration, window, verified, emitted)
         result = self.decide(iteration, window, verified)
         self._commit(iteration, result, batch)
+        if emitted is not None:
+            result.emitted(emitted)
         return result
 
     # ---- one kernel for all of it
@@ -80,12 +95,14 @@ class Accepter:
         greedy = needs.all_greedy and not needs.adjusts
         return iteration.rows.is_cuda and window.parents is None and not needs.constrained and (synthetic or greedy)
 
-    def accept_fused(self, iteration: Iteration, window: DraftWindow, verified: VerifyResult) -> AcceptResult:
-        """Decide and commit in one kernel."""
+    def accept_fused(
+        self, iteration: Iteration, window: DraftWindow, verified: VerifyResult, emitted: torch.Tensor | None = None
+    ) -> AcceptResult:
+        """Decide and commit in one kernel; `emitted` as for `accept`."""
         from runtime.model_executor.accept_kernel import accept_chain
 
         rates = self._synthetic_rates(window)
-        return AcceptResult(*accept_chain(window.tokens, verified.tokens, iteration, self._target.rows, self._vocab, rates))
+        return AcceptResult(*accept_chain(window.tokens, verified.tokens, iteration, self._target.rows, self._vocab, rates, emitted))
 
     # ---- the decision
 
@@ -180,6 +197,8 @@ class Accepter:
             self._target.runner.kv_pool.move(*compaction(slots, result.path[:live], lens), group=D)
         state.kv_lens[rows] = iteration.kv_lens[:live] + lens
         state.last_tokens[rows] = tokens.gather(1, lens.to(torch.int64)[:, None] - 1)[:, 0]
+        if live == iteration.size:  # in an iteration graph, whose rows may include the padding row
+            state.kv_lens[PAD_ROW].zero_()
         if iteration.needs.penalised:
             state.count(rows, tokens, torch.arange(D, device=rows.device) < lens[:, None])
 

@@ -175,10 +175,8 @@ class IterationGraphs:
             window = stages.drafter.propose(iteration)
             verify_batch = stages.verifier.fill(iteration, window)
             verified = stages.verifier.run(iteration, verify_batch)
-            result = stages.accepter.accept(iteration, window, verified, verify_batch)
+            result = stages.accepter.accept(iteration, window, verified, verify_batch, outputs["emitted"])
             stages.drafter.follow(iteration, CommittedWindow(window, result, verified.features))
-        stages.target.rows.kv_lens[PAD_ROW].zero_()  # all rows were committed, padding too
-        result.emitted(outputs["emitted"])
 
 
 def variant_of(needs: SamplingNeeds) -> str | None:

@@ -24,7 +24,7 @@ from runtime.layers.gemm.fully_resident_gemm import fully_resident_config
 from runtime.layers.gemm.fully_resident_gemm import supports as can_be_fully_resident
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, takes_kernels
 from runtime.layers.gemm.many_rows import GemmSize, many_rows_config, split_config
-from runtime.layers.gemm.resident_gemm import resident_config
+from runtime.layers.gemm.resident_gemm import leaves_space, resident_config
 from runtime.layers.gemm.resident_gemm import supports as can_be_resident
 from runtime.layers.gemm.tilings import wgmma_configs
 from runtime.layers.gemm.timings import GemmChoice, GemmTimings, Timed
@@ -130,9 +130,10 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
 def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[GemmChoice, ...]:
     """The tilings of GEMMs that prefetch their weights into shared memory while the preceding kernel is running.
 
-    The resident GEMM, in bfloat16, is a candidate behind attention, and for other GEMMs with at most one block per SM, because its warps
-    split K, while other kernels with that few blocks process K sequentially. The fully resident GEMM is one in e4m3, but not where blocks
-    have several units of rows and a deferred norm needs the squares of each.
+    The resident GEMM, in bfloat16, is a candidate behind attention. For other GEMMs it is one with at most one block per SM, because its
+    warps split K, while other kernels with that few blocks process K sequentially; and if it holds all weights in less than half of the
+    shared memory, so that the next kernel finds space. The fully resident GEMM is one in e4m3, but not where blocks have several units of
+    rows and a deferred norm needs the squares of each.
     """
     if not group.takes_residents:
         return ()
@@ -141,7 +142,8 @@ def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[GemmChoice, ...]:
         full = fully_resident_config(linear.weight, group.rows, num_sms)
         return () if full is None or (op == "linear_add" and full.tall > 1) else (full,)
     part = resident_config(linear.out_features, linear.in_features, num_sms)
-    return () if part is None or (part.blocks > 1 and not group.gemm.after_attention) else (part,)
+    useful = part is not None and (part.blocks == 1 or group.gemm.after_attention or leaves_space(linear.in_features, part))
+    return (part,) if useful else ()
 
 
 def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:

@@ -34,6 +34,12 @@ def resident_config(weight_rows: int, columns: int, num_sms: int) -> ResidentCon
     return ResidentConfig(warps, min(-(-columns // (COLUMNS * warps)), space // (warps * STAGE_BYTES)), blocks)
 
 
+def leaves_space(columns: int, config: ResidentConfig) -> bool:
+    """Whether the blocks of an SM hold all their weights, and more than half of the shared memory remains free."""
+    stages = config.warps * config.depth
+    return stages * COLUMNS >= columns and 2 * config.blocks * (stages * STAGE_BYTES + FIXED_BYTES) < SHARED_BYTES
+
+
 def supports(weight: torch.Tensor) -> bool:
     """Whether the kernel can multiply bfloat16 rows by this weight on its device."""
     return weight.is_cuda and weight.dtype is torch.bfloat16 and weight.is_contiguous() and cuda_driver.on_hopper(weight)

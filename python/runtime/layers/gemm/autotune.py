@@ -43,6 +43,8 @@ COMPILE_THREADS = min(2 * len(os.sched_getaffinity(0)) + 4, 32)
 """More than cores, because some threads wait for kernels that others compile; limited so that compilers do not fill the host's memory."""
 ENOUGH_BYTES = 400 << 20
 """Bytes of weights to cycle through while timing: several times any L2, so that each GEMM reads from memory as in the model."""
+MOST_BETWEEN = 8
+"""Maximum rows for which kernels before and after a GEMM decide on its kernel: with more rows its own time counts more."""
 SPLITTABLE: tuple[GemmOp, ...] = ("linear", "linear_add")
 """Operations that support split-K within a cluster."""
 Run = Callable[[int], object]
@@ -112,8 +114,15 @@ def _takes_many_rows(gemm: Gemm, rows: int) -> bool:
 
 
 def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
-    """The choices worth timing, cuBLAS first."""
+    """The choices worth timing, cuBLAS first.
+
+    The projection of a latent's queries has one candidate for few rows if its resident weights leave space: the short kernels after it then
+    prefetch their own weights. Kernels that are as fast alone delay them, by 2 µs per layer of GLM-4.7-Flash on an H200.
+    """
     op, linear, rows = group.gemm.op, group.gemm.linear, group.rows
+    between = group.gemm.q_norm is not None and group.gemm.norm is None
+    if between and rows <= MOST_BETWEEN and (resident := _resident_configs(group, num_sms)) and not linear.is_scaled:
+        return resident
     if linear.is_scaled:
         return None, *_scaled_candidates(group, num_sms, tuning)
     if rows > MAX_ROWS:

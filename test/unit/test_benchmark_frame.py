@@ -775,6 +775,6 @@ def test_rows_of_another_draft_head_say_so(tmp_path: Path) -> None:
 
 
 def test_tables_of_another_draft_head_say_so() -> None:
-    shown = report.render("lossless@cpu-2:summary", RESULTS, report.ROOT)
-    heads = {row.get("draft_head") for row in json.loads((RESULTS / "cpu-2" / "lossless.json").read_text())["rows"]}
+    shown = report.render("verify_exact@nvidia-h200:summary", RESULTS, report.ROOT)
+    heads = {row.get("draft_head") for row in json.loads((RESULTS / "nvidia-h200" / "verify_exact.json").read_text())["rows"]}
     assert (draft_head.EARLIER in shown) == (heads != {draft_head.label()["draft_head"]})

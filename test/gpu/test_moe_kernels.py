@@ -274,6 +274,25 @@ def test_a_shared_expert_is_one_of_each_token(name: str, rows: int) -> None:
     assert relative(layer.many(x, routing, MANY_CONFIG), want) < ROUNDING
 
 
+@pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
+@pytest.mark.parametrize("rows", [1, 2, 4, 6, 8, 9, 16])
+@pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4"])
+def test_units_of_a_shared_expert_that_come_first_change_no_bit(name: str, rows: int) -> None:
+    from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
+
+    for hidden, inner in ((2048, 1536), (1024, 256)):
+        layer = Layer(KINDS[name], act_of(KINDS[name]), experts=17, hidden=hidden, inner=inner)
+        inputs = [(layer.x(rows), routed(rows, 17, TOP_K, shared=1)) for _ in range(4)]
+        plain, first = ([torch.full((rows, hidden), float("nan"), device=DEVICE) for _ in inputs] for _ in range(2))
+        for outs, options in ((plain, {}), (first, {"pdl": True, "shared": True}), (first, {"pdl": True, "shared": True})):
+            for (x, routing), out in zip(inputs, outs, strict=True):
+                experts_by_fragments(expert_pass(layer, x, routing, out, **options))
+            torch.cuda.synchronize()
+            for (x, routing), out, expected in zip(inputs, outs, plain, strict=True):
+                assert torch.equal(out, expected)
+                assert relative(out, layer.want(x, routing)) < ROUNDING
+
+
 @pytest.mark.parametrize("rows", [1, 5, 8, 9])
 @pytest.mark.parametrize("name", ["dense", "dense-bias", "fp8-block", "mxfp4"])
 @pytest.mark.parametrize("config", [FEW_CONFIG, StepConfig(16, 128, 1, 2, 4)], ids=["triton", "fragments"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,25 @@ def test_experts_follow_their_definition(monkeypatch: pytest.MonkeyPatch, name: 
         assert relative(h - before, want) < ROUNDING, hot
         assert torch.equal(deferred.scaled, (h * deferred.gain.float()).to(BF16))
         torch.testing.assert_close(deferred.squares, h.square().view(rows, -1, 16).sum(2), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("sms", [1, SMS, 23], ids=["many units", "one or two units", "one unit or none"])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, HIDDEN), (4, 9 * HIDDEN), (8, HIDDEN)])
+@pytest.mark.parametrize("name", ["dense", "fp8-row", "mxfp4"])
+def test_units_of_a_shared_expert_come_first(monkeypatch: pytest.MonkeyPatch, name: str, rows: int, hidden: int, sms: int) -> None:
+    """The number of units of the shared expert that a block takes, which it copies before it knows the routing."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=sms))
+    layer, x = Layer(name, hidden), guarded(torch.randn((rows, hidden)).to(BF16))
+    for hot in (None, TOP_K):
+        found = routed(rows, EXPERTS - 1, TOP_K, hot)
+        ids = torch.cat((found.ids, torch.full((rows, 1), EXPERTS - 1, dtype=torch.int32)), dim=1)
+        routing = Routing(ids, torch.cat((found.weights, torch.ones((rows, 1))), dim=1), found.masks)
+        out, plain = torch.full((rows + 1, hidden), float("nan")), torch.empty((rows, hidden))
+        fragment_rows.experts_by_fragments(expert_pass(layer, x, routing, out[:rows], pdl=True, shared=True))
+        assert relative(out[:rows], layer.want(x, routing)) < ROUNDING, hot
+        assert out[rows].isnan().all()
+        fragment_rows.experts_by_fragments(expert_pass(layer, x, routing, plain))
+        assert torch.equal(out[:rows], plain), "the order of units changes no sum of a unit"
 
 
 def test_units_of_several_tiles_take_all_tokens_of_an_expert() -> None:

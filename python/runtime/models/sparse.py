@@ -102,7 +102,7 @@ class SparseParts:
         placement = ExpertPlacement.of(m.num_experts, rank, ranks, context.ep_size)
         shared = names.shared if fused else None
         stacked = stacked_weights(self.weights, names.experts, placement, self.hidden, m.intermediate_size, m.bias, shared)
-        return replace(stacked, activation=activation, exchange=exchange)
+        return replace(stacked, activation=activation, exchange=exchange, shared=fused)
 
     def shared(self, names: SparseNames) -> SharedExpert:
         """The shared expert, through which all tokens run, sharded like a dense MLP."""

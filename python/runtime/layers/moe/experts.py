@@ -27,6 +27,7 @@ class Experts:
         count: number of experts on this rank.
         first: id of the first of them.
         total: number of experts on all ranks.
+        shared: whether the last one is the shared expert, which all tokens use.
         size: (hidden, I) of the weights on this rank.
         exchange: exchanges tokens with other attention groups; None if all ranks have the same tokens.
     """
@@ -38,6 +39,7 @@ class Experts:
     count: int
     first: int = 0
     total: int
+    shared: bool = False
     size: tuple[int, int]
     activation: Activation = Activation.SILU
     scheme: QuantScheme = DENSE
@@ -61,7 +63,7 @@ class Experts:
         gate_up, down = (Storage(*(tensor[:-1] for tensor in storage.tensors)) for storage in (self.gate_up, self.down))
         assert self.gate_up_bias is None, "experts stacked with a shared one have no bias"
         assert self.down_bias is None, "experts stacked with a shared one have no bias"
-        return replace(self, gate_up=gate_up, down=down, count=self.count - 1, total=self.total - 1)
+        return replace(self, gate_up=gate_up, down=down, count=self.count - 1, total=self.total - 1, shared=False)
 
     def active_parameters(self, chosen: int) -> int:
         """Mean number of this rank's weights that are used for a token with `chosen` experts."""

@@ -22,6 +22,7 @@ class ExpertPass(NamedTuple):
         out: [T, hidden] contiguous, any float dtype.
         first: id of the first of these E experts; experts of other ranks are skipped.
         pdl: as in `triton_gemm`.
+        shared: whether the last expert of each token is the last of these: the one that all tokens use.
     """
 
     x: torch.Tensor
@@ -32,6 +33,7 @@ class ExpertPass(NamedTuple):
     out: torch.Tensor
     first: int = 0
     pdl: bool = False
+    shared: bool = False
 
     def check(self) -> None:
         """Assert the requirements of all kernels."""

@@ -6,12 +6,16 @@
 // all of them together.)
 //
 // Constants from the host besides those of `stages.cu`: TOP_K, TOKENS (most tokens), EXPERTS (a multiple of 32, at least those of this
-// process), GATED (whether this is the first GEMM), BIAS, SMALL (whether there are at most 32 pairs, of at most PASS tokens), TILES (of eight
-// tokens), WARPS (8 or 16), DEPTH, SEGMENTS (of a block, at most), WEIGHT_ROWS, WEIGHT_COLUMNS
-// (of an expert: addresses are then cheap).
+// process), GATED (whether this is the first GEMM), BIAS, SMALL (whether there are at most 32 pairs, of at most PASS tokens), SHARED (whether the
+// last pair of each token is the last expert), TILES (of eight tokens), WARPS (8 or 16), DEPTH, SEGMENTS (of a block, at most), WEIGHT_ROWS,
+// WEIGHT_COLUMNS (of an expert: addresses are then cheap).
+//
+// With SMALL, the first GEMM need not wait for the routing to know a shared expert: each block takes some of its units first, and starts their
+// copies while the preceding kernels still run.
 
 constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS;
 constexpr int AHEAD = SMALL ? 1 : 4 - TILES;  // pieces of its tokens that a lane loads before other warps have read the tokens before
+constexpr bool LEADS = SMALL && GATED && SHARED;  // whether units of the shared expert come first in each block
 static_assert(PASS <= WARPS, "a warp converts one token at most");
 
 struct Segment {  // the units of a block that have the same tokens
@@ -126,49 +130,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     const u32 blocks = gridDim.x, inverse = 0xFFFFFFFFu / blocks + 1;
     const u32 whole = tiles * blockIdx.x / blocks, rest = tiles * blockIdx.x % blocks;
     const u32 next_whole = tiles * (blockIdx.x + 1) / blocks, next_rest = tiles * (blockIdx.x + 1) % blocks;
-    // The second GEMM may read the routing before it waits: the first one lets it start when its own wait is over.
-    if (EARLY && GATED) wait_for_previous(), launch_next();
-    if (EARLY && !GATED) launch_next();
-    int begin, end, last = 0;  // units, and the last segment
-    if (SMALL) {  // no expert has more than PASS tokens, and a warp holds all pairs: each plans by itself, and writes what the others write
-        const int id = lane < count ? routing.ids[lane] - routing.first : -1;
-        const float weight = lane < count ? routing.weights[lane] : 0.0f;
-        const bool own = id >= 0 && id < routing.experts;
-        const u32 alike = __match_any_sync(~0u, own ? id : -1);
-        const bool is_first = own && lane == __ffs(alike) - 1;  // pair of its expert
-        const u32 firsts = __ballot_sync(~0u, is_first), hit = __popc(firsts), before = __popc(firsts & (1u << lane) - 1);
-        begin = hit * whole + __umulhi(hit * rest, inverse), end = hit * next_whole + __umulhi(hit * next_rest, inverse);
-        const int pass = __umulhi(hit * blockIdx.x, inverse);  // begin / tiles
-        for (int s = 0; (pass + s) * tiles < end; s++) {
-            const int source = __ffs(__ballot_sync(~0u, is_first && before == pass + s)) - 1;
-            const int expert = __shfl_sync(~0u, id, source), start = (pass + s) * tiles;
-            const u32 routed = __shfl_sync(~0u, alike, source);
-            const int place = __popc(routed & (1u << lane) - 1);
-            if (own && id == expert) pairs[s][place] = lane, pair_weights[s][place] = weight;
-            if (lane == 0) segments[s] = {expert, 0, __popc(routed), start, min(end, start + tiles)};
-            last = s;
-        }
-        __syncwarp();
-    } else {
-        plan_units(routing, count, tiles, experts_of_pairs, hits, segments, range);
-        begin = range[0], end = range[1];
-        last = (end - 1) / tiles - begin / tiles;
-    }
-    if (begin == end) {
-        if (EARLY && !GATED) wait_for_previous();
-        return;
-    }
+    int begin = 0, end = 0, last = 0;  // units, and the last segment
     const int groups = WARPS / split, member = warp % split;
     const auto left_at = [&]() { return shared_address(left) + warp / split * 8; };
     const auto taken_at = [&]() { return shared_address(taken) + warp / split * 8; };
-    if (split > 1 && member == 0 && lane == 0) barrier_init(left_at(), split - 1), barrier_init(taken_at(), 1);
     const int stages = (w.columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS, share = (stages + split - 1) / split;
     const int first = min(stages, member * share), stop = min(stages, first + share);
     u8* const own_ring = shared + warp * DEPTH * STAGE_BYTES;
     const Targets copied = targets_in(shared_address(own_ring));
 
     // The stage that is copied next: of which unit, its rows, and its place in the ring. A lane copies from four rows, and scales from one.
-    int unit_ahead = begin + warp / split, segment_ahead = 0, stage_ahead = first, place_ahead = 0;
+    int unit_ahead = 0, segment_ahead = 0, stage_ahead = first, place_ahead = 0;
     Sources from;
     const int next = GATED ? inner : 8;  // from the low rows to the high ones
     const auto find_rows = [&]() {
@@ -195,9 +167,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         place_ahead = place_ahead + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : place_ahead + STAGE_BYTES;
         commit_copies();
     };
-    find_rows();
+
+    const int lead = LEADS ? next_whole - whole : 0;  // units of the shared expert
+    int ahead = 0;                                    // stages whose copies have started
+    if (LEADS && lead > 0) {  // each warp writes what the others write
+        if (lane == 0) segments[0] = {routing.experts - 1, 0, T, -(int)whole, lead};
+        if (lane < T) pairs[0][lane] = lane * TOP_K + TOP_K - 1;
+        __syncwarp();
+        unit_ahead = warp / split, end = lead;
+        find_rows();
+        #pragma unroll
+        for (int i = 0; i < DEPTH - 1; i++)
+            if (unit_ahead < end) copy_stage(), ahead++;
+    }
+    // The second GEMM may read the routing before it waits: the first one lets it start when its own wait is over.
+    if (EARLY && GATED) wait_for_previous(), launch_next();
+    if (EARLY && !GATED) launch_next();
+    if (SMALL) {  // no expert has more than PASS tokens, and a warp holds all pairs: each plans by itself, and writes what the others write
+        const int id = lane < count ? routing.ids[lane] - routing.first : -1;
+        const float weight = lane < count ? routing.weights[lane] : 0.0f;
+        const bool routed_pair = !LEADS || lane % TOP_K != TOP_K - 1;
+        if (lead > 0 && lane < count && !routed_pair) pair_weights[0][lane / TOP_K] = weight;
+        const bool own = id >= 0 && id < routing.experts && routed_pair;
+        const u32 alike = __match_any_sync(~0u, own ? id : -1);
+        const bool is_first = own && lane == __ffs(alike) - 1;  // pair of its expert
+        const u32 firsts = __ballot_sync(~0u, is_first), hit = __popc(firsts), before = __popc(firsts & (1u << lane) - 1);
+        const u32 all = LEADS ? hit + 1 : hit;  // experts with tokens, of which a block has `lead` units of the shared one
+        begin = hit * whole + __umulhi(all * rest, inverse), end = hit * next_whole + __umulhi(all * next_rest, inverse);
+        const int pass = LEADS ? begin / tiles : __umulhi(hit * blockIdx.x, inverse);  // begin / tiles
+        const int shift = LEADS ? lead - begin : 0;  // the units of a block with a shared expert begin at 0
+        for (int s = 0; (pass + s) * tiles < end; s++) {
+            const int source = __ffs(__ballot_sync(~0u, is_first && before == pass + s)) - 1;
+            const int expert = __shfl_sync(~0u, id, source), start = (pass + s) * tiles;
+            const u32 routed = __shfl_sync(~0u, alike, source);
+            const int place = __popc(routed & (1u << lane) - 1);
+            last = s + (lead > 0);
+            if (own && id == expert) pairs[last][place] = lane, pair_weights[last][place] = weight;
+            if (lane == 0) segments[last] = {expert, 0, __popc(routed), start + shift, min(end, start + tiles) + shift};
+        }
+        if (LEADS) begin = 0, end += shift;
+        __syncwarp();
+    } else {
+        plan_units(routing, count, tiles, experts_of_pairs, hits, segments, range);
+        begin = range[0], end = range[1];
+        last = (end - 1) / tiles - begin / tiles;
+    }
+    if (begin == end) {
+        if (EARLY && !GATED) wait_for_previous();
+        return;
+    }
+    if (split > 1 && member == 0 && lane == 0) barrier_init(left_at(), split - 1), barrier_init(taken_at(), 1);
+    if (ahead == 0) unit_ahead = begin + warp / split;
+    if (!LEADS || unit_ahead >= lead) find_rows();
     #pragma unroll
-    for (int i = 0; i < DEPTH - 1; i++) copy_stage();
+    for (int i = 0; i < DEPTH - 1; i++)
+        if (i >= ahead) copy_stage();
 
     if (!SMALL) list_pairs(routing, count, last, experts_of_pairs, segments, pairs, pair_weights);
     if (EARLY && !GATED) wait_for_previous();

@@ -73,6 +73,7 @@ class _Gemm:
     bias: bool
     even: bool
     small: bool
+    shared: bool
     cut: _Cut
     early: bool
 
@@ -105,11 +106,12 @@ def experts_by_fragments(experts: ExpertPass, *, add: bool = False, deferred: De
 
     The order of sums depends only on the shapes and the routing of all tokens.
     """
-    x, gate_up, down, routing, act, out, first, pdl = experts
+    x, gate_up, down, routing, act, out, first, pdl, shared = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routing.ids.shape[1]
+    assert not shared or first == 0, "a shared expert is stacked with all others"
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
     routed = routing_argument(routing, first, E)
-    _gemm(x, gate_up, h, routed, T, top_k, act, gated=True, pdl=pdl)
+    _gemm(x, gate_up, h, routed, T, top_k, act, gated=True, pdl=pdl, shared=shared)
     if sums_supported(down, T, top_k) and sums_are_faster(down.format, T):
         down_sums(h, down, routed, top_k, out, add=add, deferred=deferred, pdl=pdl)
         return out
@@ -129,6 +131,7 @@ def _gemm(
     *,
     gated: bool,
     pdl: bool,
+    shared: bool = False,
 ) -> None:
     """Launch one of the GEMMs. The second one starts before the first has ended, and reads the routing immediately."""
     E, rows, columns = w.shape
@@ -139,7 +142,9 @@ def _gemm(
     assert min(E, pairs) + pairs // (TILE_TOKENS * cut.tiles) <= (SEGMENTS - 4) * blocks, f"{E} experts are too many"
     small, even = pairs <= SMALL_PAIRS and TILE_TOKENS * cut.tiles >= T, columns % STAGE_COLUMNS[w.format] == 0
     act_kind, bias = act.kind if gated else 0, w.bias is not None
-    variant = _Gemm(rows, columns, FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, cut, pdl)
+    variant = _Gemm(
+        rows, columns, FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, shared and small, cut, pdl
+    )
     kernel = _gemm_kernel(variant, _shared_bytes(w, cut, T))
     hit = E * (1 - (1 - top_k / max(E, top_k)) ** T)  # expected number of experts if tokens choose at random
     split = _split(-(-hit * rows // 16 // blocks), -(-columns // STAGE_COLUMNS[w.format]), cut.warps)
@@ -193,7 +198,7 @@ def gemm_source(variant: _Gemm) -> str:
     v = variant
     constants = dict(
         FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=v.tokens, EXPERTS=v.experts, GATED=int(v.gated),
-        BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), TILES=v.cut.tiles, WARPS=v.cut.warps, DEPTH=v.cut.depth,
-        SEGMENTS=SEGMENTS, WEIGHT_ROWS=v.rows, WEIGHT_COLUMNS=v.columns,
+        BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), SHARED=int(v.shared), TILES=v.cut.tiles, WARPS=v.cut.warps,
+        DEPTH=v.cut.depth, SEGMENTS=SEGMENTS, WEIGHT_ROWS=v.rows, WEIGHT_COLUMNS=v.columns,
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("few_rows.cu"), constants, STAGES)

@@ -22,7 +22,7 @@ def run_experts(experts: ExpertPass, tuning: ExpertTuning, added: Added | None =
 
     `added`: adds the sums to `out`, the float32 residual stream; only for token counts above the limits of the kernels for few tokens.
     """
-    x, gate_up, down, routed, act, out, _, _ = experts
+    x, gate_up, down, routed, act, out, *_ = experts
     few = tuning.few_rows(gate_up.format, len(x))
     if few is not None:
         assert added is None, "few rows are added by `experts_few_rows`"

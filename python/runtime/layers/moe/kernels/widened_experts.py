@@ -143,7 +143,7 @@ def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None)
     Args:
         pairs: pairs per tile, a key of `TILES`: about as many as an expert has.
     """
-    x, gate_up, down, routed, act, out, first, pdl = experts
+    x, gate_up, down, routed, act, out, first, pdl, _ = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
     experts.check()
     rows, factors = prepare_rows(x, pdl=pdl)

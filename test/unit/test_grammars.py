@@ -135,6 +135,32 @@ def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "grammar", "text"),
+    [
+        ("json_schema", {"const": "a <eos>"}, '"a <eos>"'),
+        ("json_schema", {"enum": ["<tool>x"]}, '"<tool>x"'),
+        ("regex", "<eos>", "<eos>"),
+        ("ebnf", 'root ::= "a<tool><end>é"', "a<tool><end>é"),
+    ],
+)
+def test_the_text_of_control_tokens_is_split_into_ordinary_tokens(backend: GrammarBackend, kind: str, grammar: Any, text: str) -> None:
+    matcher, row, written = compiled(backend, spec_of(kind, grammar)), np.zeros(mask_words(VOCAB), dtype=np.int32), b""
+    while True:
+        assert not matcher.fill(row)
+        # A text may begin with white space, and xgrammar also allows shorter tokens: follow the text.
+        token = next(t for t in np.flatnonzero(allowed_tokens(row)).tolist() if t < 2 or text.encode().startswith(written + bytes_of(t)))
+        if token < 2:
+            break
+        assert matcher.push(token)
+        written += bytes_of(token)
+    assert written.decode() == text
+
+
+def bytes_of(token: int) -> bytes:
+    return json_tokenizer().token_bytes(token) or b"\xff"
+
+
+@pytest.mark.parametrize(
     ("kind", "grammar", "reason"),
     [
         ("json_schema", "{", "It is not JSON"),

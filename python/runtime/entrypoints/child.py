@@ -93,6 +93,8 @@ Report = Callable[[ChildStatus], None]
 def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, Report], None]) -> int:
     """Run child process `role` until `serve` returns. The status pipe, JSON lines, stays open as long as the process lives.
 
+    A rank of a sharded model exits here.
+
     Returns:
         The exit status: 0, 1 after a fault, 2 for a wrong configuration.
     """
@@ -111,6 +113,16 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, Report], None]
     faulthandler.enable()  # prints the stacks when the parent aborts a child that hangs
     if role != "detokenizer" and child.config.device.device == "cuda":
         cuda_context.create_early()
+    status = _serve(child, role, serve, report)
+    if child.place is not None:  # threads of gloo and NCCL would call std::terminate when another rank ends first
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _serve(child: ChildConfig, role: Role, serve: Callable[[ChildConfig, Report], None], report: Report) -> int:
+    """Call `serve` and report how it ended. Returns the exit status."""
     try:
         serve(child, report)
     except ConfigError as error:
@@ -123,10 +135,6 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, Report], None]
         report(ChildFailed(f"{who} failed: {type(error).__name__}: {error}", is_config=False, at=failed_at))
         return 1
     report(ChildFinished())
-    if child.place is not None:  # NCCL's watchdog would call std::terminate when another rank ends first
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
     return 0
 
 

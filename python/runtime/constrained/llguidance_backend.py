@@ -69,7 +69,6 @@ class ControlText:
 
     llguidance splits such text as the tokenizer does, which reads the text of a control token as that token, even in a string. The grammar
     then rejects the only token that its mask allows, or the text ends early at an end-of-text token.
-
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import LatentConfig
-from runtime.layers.attention.kernels.absorb_queries import NewRows, absorb_queries
+from runtime.layers.attention.kernels.absorb_queries import absorb_queries, can_write
 from runtime.layers.attention.kernels.absorb_queries import supports as can_absorb
 from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention, trial_inputs
 from runtime.layers.attention.kernels.paged_keys import PagedKeys
@@ -23,7 +23,7 @@ from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.gemm.resident_gemm import resident_config, resident_gemm
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.kernels.latent_rows import write_latent
-from runtime.layers.latent_heads import LatentHeads
+from runtime.layers.latent_heads import LatentHeads, NewRows
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
@@ -114,7 +114,7 @@ def test_new_rows_are_written_with_the_queries(widths: Widths, interleaved: bool
         if tokens > 1:
             rows[1, 40], rows[-1, -1] = torch.nan, torch.inf
         new = NewRows(rows, slots, got)
-        assert new.supported(heads)
+        assert can_write(new, heads)
         query = absorb_queries(c.q, heads, c.key, c.positions, new, pdl=pdl)
         assert torch.equal(query, absorb_queries(c.q, heads, c.key, c.positions, pdl=pdl))
         write_latent(rows[:, 40:].contiguous(), replace(heads, num_heads=0), c.positions, slots, want, pdl=False)

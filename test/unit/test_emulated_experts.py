@@ -85,9 +85,7 @@ def test_units_of_a_shared_expert_come_first(monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=sms))
     layer, x = Layer(name, hidden), guarded(torch.randn((rows, hidden)).to(BF16))
     for hot in (None, TOP_K):
-        found = routed(rows, EXPERTS - 1, TOP_K, hot)
-        ids = torch.cat((found.ids, torch.full((rows, 1), EXPERTS - 1, dtype=torch.int32)), dim=1)
-        routing = Routing(ids, torch.cat((found.weights, torch.ones((rows, 1))), dim=1), found.masks)
+        routing = routed(rows, EXPERTS, TOP_K, hot, shared=1)
         out, plain = torch.full((rows + 1, hidden), float("nan")), torch.empty((rows, hidden))
         fragment_rows.experts_by_fragments(expert_pass(layer, x, routing, out[:rows], pdl=True, shared=True))
         assert relative(out[:rows], layer.want(x, routing)) < ROUNDING, hot

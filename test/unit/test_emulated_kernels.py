@@ -13,7 +13,7 @@ from runtime.layers.attention.kernels import absorb_queries
 from runtime.layers.gemm import fragment_gemm, fully_resident_gemm, resident_gemm
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
-from runtime.layers.latent_heads import LatentHeads
+from runtime.layers.latent_heads import LatentHeads, NewRows
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope
 from runtime.layers.torch_ops import rms_norm, rotate
@@ -136,8 +136,8 @@ def test_queries_are_absorbed_and_new_rows_written(tokens: int, rank: int, rope_
     q = guarded(torch.randn((tokens, H, heads.query_dim)).to(BF16))
     rows = guarded(torch.randn((tokens, first + heads.row_dim)).to(BF16))
     cache = guarded(torch.full((20, 1, heads.row_dim), 7.0).to(BF16))
-    new = absorb_queries.NewRows(rows, slots, cache)
-    assert new.supported(heads)
+    new = NewRows(rows, slots, cache)
+    assert absorb_queries.can_write(new, heads)
     query = absorb_queries.absorb_queries(q, heads, key, positions, new)
     want = torch.einsum("thd,hdr->thr", q[..., :nope].double(), key.double())
     torch.testing.assert_close(query[..., :rank].double(), want, rtol=2.0**-8, atol=1e-4)
@@ -158,8 +158,8 @@ def test_queries_are_absorbed_and_new_rows_written(tokens: int, rank: int, rope_
 def test_rows_of_other_layouts_are_not_written_with_queries() -> None:
     heads = LatentHeads(2, 32, 32, RMSNorm(torch.ones(64).to(BF16), 1e-6), Rope(torch.randn(64, 8), True))
     rows, cache, slots = torch.zeros((4, 24 + 72), dtype=BF16), torch.zeros((8, 1, 72), dtype=BF16), torch.arange(4)
-    assert absorb_queries.NewRows(rows, slots, cache).supported(heads)
-    assert not absorb_queries.NewRows(rows[:, :-4].contiguous(), slots, cache).supported(heads), "not aligned to 16 bytes"
-    assert not absorb_queries.NewRows(rows[:, :88], slots, cache).supported(heads), "not contiguous"
-    assert not absorb_queries.NewRows(rows, slots, cache.to(torch.float8_e4m3fn)).supported(heads)
-    assert not absorb_queries.NewRows(rows.half(), slots, cache).supported(heads)
+    assert absorb_queries.can_write(NewRows(rows, slots, cache), heads)
+    assert not absorb_queries.can_write(NewRows(rows[:, :-4].contiguous(), slots, cache), heads), "not aligned to 16 bytes"
+    assert not absorb_queries.can_write(NewRows(rows[:, :88], slots, cache), heads), "not contiguous"
+    assert not absorb_queries.can_write(NewRows(rows, slots, cache.to(torch.float8_e4m3fn)), heads)
+    assert not absorb_queries.can_write(NewRows(rows.half(), slots, cache), heads)

@@ -73,6 +73,7 @@ class ControlText:
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         bits = np.zeros(mask_words(tokenizer.vocab_size), dtype=np.uint32)
+        # More than `Vocabulary.special`: to llguidance, tags such as <think> are control tokens too.
         for token in filter(tokenizer.is_special_token, range(tokenizer.vocab_size)):
             bits[token // 32] |= np.uint32(1 << token % 32)
         self._tokenizer, self._words = tokenizer, np.flatnonzero(bits)

@@ -13,7 +13,7 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.few_rows_output import MAX_ROWS
 from runtime.layers.gemm.timings import GemmChoice
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
-from runtime.layers.latent_heads import LatentHeads
+from runtime.layers.latent_heads import LatentHeads, NewRows
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.pass_context import PassContext
@@ -60,18 +60,10 @@ class CudaLatentOps:
         return absorbed_gemms.absorb(q, heads, key, positions, self.pdl)
 
     def absorb_and_write(
-        self,
-        q: torch.Tensor,
-        rows: torch.Tensor,
-        heads: LatentHeads,
-        key: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
+        self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, new: NewRows
     ) -> torch.Tensor | None:
         """`absorb` and the KV rows in one kernel, for few tokens in bfloat16."""
-        new = absorb_queries.NewRows(rows, slots, cache)
-        if not (absorb_queries.supports(q, heads, key) and new.supported(heads)):
+        if not (absorb_queries.supports(q, heads, key) and absorb_queries.can_write(new, heads)):
             return None
         return absorb_queries.absorb_queries(q, heads, key, positions, new, pdl=self.pdl)
 

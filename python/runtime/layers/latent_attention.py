@@ -19,7 +19,7 @@ from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention_layer import AttentionLayer
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
-from runtime.layers.latent_heads import LatentHeads
+from runtime.layers.latent_heads import LatentHeads, NewRows
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, LatentRows, Stream
@@ -92,7 +92,7 @@ class LatentAttention(AttentionLayer[LatentRows]):
         query = self.ops.absorb(q, heads, key, positions)
         rows = torch.zeros((tokens, self.down_proj.out_features), dtype=key.dtype, device=key.device)
         cache = torch.zeros((1, 1, heads.row_dim), dtype=key.dtype, device=key.device)
-        self.ops.absorb_and_write(q, rows, heads, key, positions, positions, cache)
+        self.ops.absorb_and_write(q, heads, key, positions, NewRows(rows, positions, cache))
         self.ops.project_values(query[..., : heads.kv_rank].contiguous(), value)
 
     def project(self, stream: Stream, norm: RMSNorm) -> LatentRows:
@@ -134,7 +134,7 @@ class LatentAttention(AttentionLayer[LatentRows]):
             return None
         cache, _ = context.kv_pool.flat(self.spec.layer_id)
         q = q.view(-1, heads.num_heads, heads.query_dim)
-        return self.ops.absorb_and_write(q, rows, heads, key, batch.positions, batch.out_cache_loc, cache)
+        return self.ops.absorb_and_write(q, heads, key, batch.positions, NewRows(rows, batch.out_cache_loc, cache))
 
     def _written(self, qkv: LatentRows, context: PassContext) -> tuple[torch.Tensor, torch.Tensor]:
         """All heads' queries [T, H, query_dim], and the KV rows [T, row_dim], which are also written to the pool."""

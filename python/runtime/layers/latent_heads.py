@@ -1,8 +1,10 @@
-"""The layout of latent attention's rows and heads: widths, norms and rotary table."""
+"""The layout of latent attention's rows and heads: widths, norms and rotary table; and the rows that a pass writes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope
@@ -49,3 +51,18 @@ class LatentHeads:
     def q_columns(self) -> int:
         """Columns of the queries in the rows of the first projection: the queries' latent, or all heads."""
         return self.num_heads * self.query_dim if self.q_norm is None else self.q_norm.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """The KV rows that a pass writes, and where.
+
+    Attributes:
+        rows: [T, columns] of the first projection; the last `row_dim` columns are a latent before its norm and a key before its rotation.
+        slots: int64 [T] contiguous.
+        cache: [num_slots, 1, row_dim] contiguous.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    cache: torch.Tensor

@@ -30,7 +30,7 @@ from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.gemm import Gemm
-from runtime.layers.latent_heads import LatentHeads
+from runtime.layers.latent_heads import LatentHeads, NewRows
 from runtime.layers.linear import Linear
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing
@@ -230,22 +230,9 @@ class BlockOps(Protocol):
         ...
 
     def absorb_and_write(
-        self,
-        q: torch.Tensor,
-        rows: torch.Tensor,
-        heads: LatentHeads,
-        key: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
+        self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, new: NewRows
     ) -> torch.Tensor | None:
-        """`absorb`, and the KV rows of `rows` as by `write_latent`, in one kernel; None, with nothing written, if no kernel can.
-
-        Args:
-            rows: [T, q_columns + row_dim], as in `LatentRows`.
-            slots: int64 [T].
-            cache: [num_slots, 1, row_dim] contiguous.
-        """
+        """`absorb`, and the KV rows as by `write_latent`, in one kernel; None, with nothing written, if no kernel can."""
         ...
 
     def project_values(self, attended: torch.Tensor, value: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:

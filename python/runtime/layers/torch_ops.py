@@ -17,7 +17,7 @@ from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.kernels.argmax import argmax
-from runtime.layers.latent_heads import LatentHeads
+from runtime.layers.latent_heads import LatentHeads, NewRows
 from runtime.layers.linear import Linear
 from runtime.layers.moe.definition import route, run_experts
 from runtime.layers.moe.experts import Experts
@@ -173,14 +173,7 @@ class TorchOps:
         return query
 
     def absorb_and_write(
-        self,
-        q: torch.Tensor,
-        rows: torch.Tensor,
-        heads: LatentHeads,
-        key: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
+        self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, new: NewRows
     ) -> torch.Tensor | None:
         """None: rows are written first."""
 

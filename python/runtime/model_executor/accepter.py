@@ -197,7 +197,7 @@ class Accepter:
             self._target.runner.kv_pool.move(*compaction(slots, result.path[:live], lens), group=D)
         state.kv_lens[rows] = iteration.kv_lens[:live] + lens
         state.last_tokens[rows] = tokens.gather(1, lens.to(torch.int64)[:, None] - 1)[:, 0]
-        if live == iteration.size:  # in an iteration graph, whose rows may include the padding row
+        if PAD_ROW in iteration.host_rows:  # in an iteration graph, where all rows are live
             state.kv_lens[PAD_ROW].zero_()
         if iteration.needs.penalised:
             state.count(rows, tokens, torch.arange(D, device=rows.device) < lens[:, None])

@@ -50,6 +50,12 @@ __device__ __forceinline__ void rotate_two(u32& a, u32& b, float2 cos, float2 si
     b = INTERLEAVED ? to_bf16x2(second.x, second.y) : to_bf16x2(first.y, second.y);
 }
 
+// Rotates four pairs, of which `low` has the first four columns and `high` the other four.
+__device__ __forceinline__ void rotate_four(uint2& low, uint2& high, float4 cos, float4 sin) {
+    rotate_two(low.x, INTERLEAVED ? low.y : high.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
+    rotate_two(INTERLEAVED ? high.x : low.y, high.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+}
+
 // Forces the compiler to compute an offset here, before the wait, and not where it is used.
 __device__ __forceinline__ void compute_now(int& x) { asm volatile("" : "+r"(x)); }
 
@@ -114,8 +120,7 @@ __device__ __forceinline__ void write_row(const Latents& latents, int token, con
         if (piece < NORMED) *(uint2*)(to + 4 * piece) = make_uint2(scaled(x[k].x, gain[k].x), scaled(x[k].y, gain[k].y));
     }
     if (!rotates) return;
-    rotate_two(low.x, INTERLEAVED ? low.y : high.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
-    rotate_two(INTERLEAVED ? high.x : low.y, high.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+    rotate_four(low, high, cos, sin);
     *(uint2*)(to + RANK + pairs) = make_uint2(finite2(low.x), finite2(low.y));
     *(uint2*)(to + RANK + pairs + APART) = make_uint2(finite2(high.x), finite2(high.y));
 }
@@ -205,7 +210,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) absorb_queries(
         if (8 * n + g < M) at[0] = left, at[4] = right;
     }
     if (!rotates) return;
-    rotate_two(low.x, INTERLEAVED ? low.y : high.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
-    rotate_two(INTERLEAVED ? high.x : low.y, high.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+    rotate_four(low, high, cos, sin);
     *(uint2*)(out + rotated_to) = low, *(uint2*)(out + rotated_to + NEXT) = high;
 }

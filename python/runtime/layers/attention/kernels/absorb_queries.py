@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from runtime.layers.absorption import TOKEN_TILES, token_tile
 from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.cuda_program import program
-from runtime.layers.latent_heads import LatentHeads
+from runtime.layers.latent_heads import LatentHeads, NewRows
 
 WARPS = 4
 COLUMNS = 16 * WARPS
@@ -40,28 +39,14 @@ def supports(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NewRows:
-    """The KV rows that a pass writes.
-
-    Attributes:
-        rows: bfloat16 [T, columns]; the last `row_dim` columns are a latent before its norm and a key before its rotation.
-        slots: int64 [T] contiguous: where they are written.
-        cache: bfloat16 [num_slots, 1, row_dim] contiguous.
-    """
-
-    rows: torch.Tensor
-    slots: torch.Tensor
-    cache: torch.Tensor
-
-    def supported(self, heads: LatentHeads) -> bool:
-        """Whether the kernel can write these rows, if it supports the queries."""
-        gain, first = heads.kv_norm.weight, self.rows.shape[1] - heads.row_dim
-        return (
-            self.rows.dtype is self.cache.dtype is gain.dtype is torch.bfloat16
-            and self.rows.is_contiguous()
-            and self.rows.shape[1] % ALIGNED == first % ALIGNED == 0
-        )
+def can_write(new: NewRows, heads: LatentHeads) -> bool:
+    """Whether the kernel can write these rows, if it supports the queries: in bfloat16, contiguous and aligned."""
+    gain, columns = heads.kv_norm.weight, new.rows.shape[1]
+    return (
+        new.rows.dtype is new.cache.dtype is gain.dtype is torch.bfloat16
+        and new.rows.is_contiguous()
+        and columns % ALIGNED == (columns - heads.row_dim) % ALIGNED == 0
+    )
 
 
 def absorb_queries(
@@ -74,7 +59,7 @@ def absorb_queries(
         heads: widths and rotary table.
         key: [H, nope_dim, kv_rank]; heads may be strided.
         positions: int64 [T] contiguous.
-        new: `supported` rows to norm, rotate and write in the same kernel, like `write_latent`; None to write nothing.
+        new: rows to norm, rotate and write in the same kernel, like `write_latent`, if it `can_write` them; None to write nothing.
         pdl: start before the previous kernel has ended (programmatic dependent launch). Weights, positions, slots and rotary table are
             read before the wait. A kernel that waits before it triggers the next launch, such as the embedding kernel, must therefore run
             between the kernels that write positions and slots and this one.
@@ -108,7 +93,7 @@ def _latents(new: NewRows | None, heads: LatentHeads) -> _Latents:
     if new is None:
         return _Latents()
     T, columns = new.rows.shape
-    assert new.supported(heads), "expected contiguous rows and cache in bfloat16"
+    assert can_write(new, heads), "expected contiguous rows and cache in bfloat16"
     assert new.slots.shape == (T,), f"expected {T} slots; got {tuple(new.slots.shape)}"
     assert new.cache.shape[1:] == (1, heads.row_dim), f"expected a cache of rows of {heads.row_dim} columns; got {tuple(new.cache.shape)}"
     first = new.rows[:, columns - heads.row_dim :]

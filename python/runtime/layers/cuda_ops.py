@@ -20,8 +20,9 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.float32_gemms import has_float32_gemms
 from runtime.layers.gemm.fused_gemm import fused_gemm
-from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, input_dtype, takes_kernels
+from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, PassTimer, input_dtype, takes_kernels
 from runtime.layers.gemm.head_trial import HeadCopies, best_token
+from runtime.layers.gemm.pass_trial import choose_within_passes
 from runtime.layers.gemm.quantized_rows import quantized_gemm
 from runtime.layers.gemm.quantized_trial import WeightKind, choose_quantized, kind_of
 from runtime.layers.gemm.tilings import default_choice, m_bucket
@@ -216,7 +217,12 @@ class CudaOps(CudaLatentOps):
         return best_token(x.contiguous(), head, config, self.pdl, tokens, logits)
 
     def autotune(
-        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
+        self,
+        gemms: Iterable[Gemm],
+        rows: Iterable[int],
+        others: Iterable[Callable[[], object]] = (),
+        prompt_rows: Iterable[int] = (),
+        timer: PassTimer | None = None,
     ) -> dict[str, str]:
         """Compile the kernels of a model's GEMMs at the m buckets of `rows` in parallel, time them and keep the fastest.
 
@@ -229,9 +235,13 @@ class CudaOps(CudaLatentOps):
         self._tuned_buckets = {*(self._tuned_buckets or ()), *decoding, *prompts}
         groups = group_gemms(gemms, sorted(decoding | prompts), prompts)
         few = [bucket for bucket in sorted(decoding) if bucket <= MAX_ROWS]
+        new = [(group.dtype, group.key) for group in groups if self._timings.known(group.dtype, group.key) is None]
         found = autotune_gemms(groups, self._trial, self._timings, self._num_sms, others)
         self.choices.update({key: timed.choice for key, timed in found.items()})
         compile_all([*self._warmup_runs(gemms, groups), *self._copies.runs(few)])
+        if timer is not None:
+            found |= choose_within_passes(new, self._timings, self.choices, timer)
+            compile_all(self._warmup_runs(gemms, groups))
         report = {str(group): str(found[group.key]) for group in groups}
         report |= self._copies.choose(few, self.greedy)
         torch.cuda.empty_cache()

@@ -29,7 +29,7 @@ from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
-from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.gemm.gemm import Gemm, PassTimer
 from runtime.layers.latent_heads import LatentHeads, NewRows
 from runtime.layers.linear import Linear
 from runtime.layers.moe.experts import Experts
@@ -283,7 +283,12 @@ class BlockOps(Protocol):
         ...
 
     def autotune(
-        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
+        self,
+        gemms: Iterable[Gemm],
+        rows: Iterable[int],
+        others: Iterable[Callable[[], object]] = (),
+        prompt_rows: Iterable[int] = (),
+        timer: PassTimer | None = None,
     ) -> dict[str, str]:
         """Choose the fastest kernel for each of a model's GEMMs, given in the order of execution, at these numbers of rows.
         Call it before any graph is captured; weights may be random.
@@ -292,6 +297,7 @@ class BlockOps(Protocol):
             rows: numbers of rows of decode passes.
             others: runs of other kernels, compiled together with these if these need compilation.
             prompt_rows: numbers of rows of prompt passes, only a few of which have logits.
+            timer: passes in which kernels of almost equal speed are compared; None if the times of GEMMs alone decide.
 
         Returns:
             A line per GEMM, for the log and the server's info; empty if there is nothing to choose.

@@ -15,7 +15,7 @@ from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
 from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.gemm.gemm import Gemm, PassTimer
 from runtime.layers.kernels.argmax import argmax
 from runtime.layers.latent_heads import LatentHeads, NewRows
 from runtime.layers.linear import Linear
@@ -214,7 +214,12 @@ class TorchOps:
         return self.greedy(x, head.own, tokens, logits)
 
     def autotune(
-        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
+        self,
+        gemms: Iterable[Gemm],
+        rows: Iterable[int],
+        others: Iterable[Callable[[], object]] = (),
+        prompt_rows: Iterable[int] = (),
+        timer: PassTimer | None = None,
     ) -> dict[str, str]:
         """Do nothing: torch has no kernels to choose from."""
         return {}

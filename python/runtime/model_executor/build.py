@@ -21,6 +21,7 @@ from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.context import AS_CONFIGURED, BuildOptions, WorkerContext, make_context
+from runtime.model_executor.decode_timer import DecodeTimer
 from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, split_batch_sizes, split_by_depth
 from runtime.model_executor.depth_costs import start_controller
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
@@ -206,11 +207,18 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         slot = torch.zeros(1, dtype=torch.int64, device=context.device)
         warmup_runs += [partial(pool.move, slot, slot, 1) for pool in parts.kv_pools]
         prompts = prompt_rows(target.runner.prompt_sizes, context.extend_tokens)
-        context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs, prompts)
+        timer = make_timer(context, target.runner)
+        context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs, prompts, timer)
         if (bounded := model.bounded_head) is not None and not bounded.choices:
             parts.verifier.greedy.clear()
         if drafting := list(parts.drafter.gemms()):
             context.info.gemms |= model.context.ops.autotune(drafting, sorted(rows), prompt_rows=prompts)
+
+
+def make_timer(context: WorkerContext, runner: ModelRunner) -> DecodeTimer | None:
+    """Times decode passes for autotuning. None without graphs, and with several ranks, which do not time together."""
+    alone = context.group.size == 1 and context.exchange is None
+    return DecodeTimer(runner, context.requests) if context.replay == "cuda" and alone else None
 
 
 def prompt_rows(graph_sizes: Sequence[int], most: int) -> list[int]:

@@ -149,6 +149,15 @@ class DecoderModel:
         hidden = self.context.ops.norm(stream.h, self.final_norm, self.dtype)
         return hidden, torch.cat(aux, dim=1) if aux else None
 
+    def last_layers(self, batch: ForwardBatch, count: int) -> torch.Tensor:
+        """Run the last `count` blocks on the embeddings of a batch, for timing: hidden states [T, hidden] after the final norm."""
+        assert self._bound is not None, "bind comes before any pass"
+        context, layers = PassContext(batch, *self._bound), self.layers[-count:]
+        stream = self.context.ops.embed(batch.input_ids, self.embed, layers[0].attn_norm, self._embed_scale, False)
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            stream = layer.forward(stream, context, None if following is None else following.attn_norm)
+        return self.context.ops.norm(stream.h, self.final_norm, self.dtype)
+
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab], written to `out`
         where given.

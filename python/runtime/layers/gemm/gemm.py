@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -48,6 +49,22 @@ class Gemm:
     def key(self, m_bucket: int) -> GemmKey:
         """The key by which its kernel is chosen."""
         return self.op, self.linear.scheme.name, self.linear.out_features, self.linear.in_features, m_bucket
+
+
+class PassTimer(Protocol):
+    """Times decode passes over some layers of a model.
+
+    Attributes:
+        gemms: the GEMMs of these layers.
+        most_rows: the largest pass.
+    """
+
+    gemms: Sequence[Gemm]
+    most_rows: int
+
+    def micros(self, rows: int) -> float:
+        """Microseconds of a pass of `rows` requests with one token each, with the present choices."""
+        ...
 
 
 def input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:

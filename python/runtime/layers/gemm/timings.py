@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,13 +19,20 @@ GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | Full
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The fastest kernel of a GEMM, and the microseconds of each choice that ran."""
+    """The fastest kernel of a GEMM.
+
+    Attributes:
+        micros: microseconds of each choice that ran.
+        in_pass: microseconds of a pass over some layers with each choice that is almost as fast as the fastest; empty if the times of the
+            GEMM alone decided.
+    """
 
     choice: GemmChoice
     micros: Mapping[GemmChoice, float]
+    in_pass: Mapping[GemmChoice, float] = field(default_factory=dict[GemmChoice, float])
 
     def __str__(self) -> str:
-        times = ", ".join(f"{describe(choice)} {micros:.1f} µs" for choice, micros in self.micros.items())
+        times = _listed(self.micros) + (f"; in a pass: {_listed(self.in_pass)}" if self.in_pass else "")
         return f"{describe(self.choice)} ({times})"
 
 
@@ -51,6 +58,10 @@ class GemmTimings:
             self._measured[dtype, key] = self._group.agree(measure())
         return self._measured[dtype, key]
 
+    def replace(self, dtype: torch.dtype, key: GemmKey, timed: Timed) -> None:
+        """Replace a known result, on a single rank."""
+        self._measured[dtype, key] = timed
+
     def keep_quantized(self, key: tuple[str, int, int], measure: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
         """Whether prompts quantize their rows for weights of a scheme, rows and columns, and a line for reports: known, or measured on rank
         0.
@@ -58,6 +69,10 @@ class GemmTimings:
         if key not in self._quantized:
             self._quantized[key] = self._group.agree(measure())
         return self._quantized[key]
+
+
+def _listed(times: Mapping[GemmChoice, float]) -> str:
+    return ", ".join(f"{describe(choice)} {micros:.1f} µs" for choice, micros in times.items())
 
 
 def describe(choice: GemmChoice) -> str:

@@ -22,7 +22,7 @@ def test_a_worker_times_passes_and_keeps_what_they_decide(backend: str) -> None:
     config = tiny_runtime(
         device="cuda", dtype="bfloat16", attention_backend=backend, sampling_backend="triton", page_size=16, max_total_tokens=8192
     )
-    model = tiny_model(dtype="bfloat16", hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=1000)
+    model = tiny_model(dtype="bfloat16", hidden_size=256, intermediate_size=512, head_dim=128, vocab_size=1000)
     timings = GemmTimings(H200)
     worker = build_worker(config, model, options=BuildOptions("cuda", [1, 4, 8], timings=timings))
     ops = worker.parts.target.runner.model.context.ops

@@ -8,7 +8,7 @@ from runtime.batch import PAD_ROW
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import ResidentConfig
 from runtime.layers.gemm.gemm import Gemm, GemmKey
-from runtime.layers.gemm.pass_trial import GAIN, MOST_ROWS, NEAR, choose_within_passes
+from runtime.layers.gemm.pass_trial import GAIN, MOST_ROWS, NEAR, choose_within_passes, rivals
 from runtime.layers.gemm.timings import GemmChoice, GemmTimings, Timed
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig
 from runtime.layers.linear import Linear
@@ -45,7 +45,8 @@ def decided(factors: dict[GemmChoice, float], gemm: Gemm = QKV, rows: int = 4) -
     timings.keep(torch.bfloat16, key, lambda: Timed(ALONE, {None: 20.0, ALONE: 10.0, OTHER: 10.0 * NEAR, SLOW: 10.1 * NEAR}))
     choices: dict[GemmKey, GemmChoice] = {key: ALONE}
     timer = FakeTimer(choices, factors)
-    found = choose_within_passes([(torch.bfloat16, key)], timings, choices, timer)
+    near = rivals([(torch.bfloat16, key)], timings, timer)
+    found = choose_within_passes(near, timings, choices, timer)
     assert {key: timed.choice for key, timed in found.items()} == {key: choices[key] for key in found}
     return timings, timer, choices
 

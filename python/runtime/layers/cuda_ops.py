@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 
 import torch
 from sgl_kernel import silu_and_mul
@@ -22,7 +23,7 @@ from runtime.layers.gemm.float32_gemms import has_float32_gemms
 from runtime.layers.gemm.fused_gemm import fused_gemm
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, PassTimer, input_dtype, takes_kernels
 from runtime.layers.gemm.head_trial import HeadCopies, best_token
-from runtime.layers.gemm.pass_trial import choose_within_passes
+from runtime.layers.gemm.pass_trial import choose_within_passes, rivals
 from runtime.layers.gemm.quantized_rows import quantized_gemm
 from runtime.layers.gemm.quantized_trial import WeightKind, choose_quantized, kind_of
 from runtime.layers.gemm.tilings import default_choice, m_bucket
@@ -47,7 +48,7 @@ from runtime.layers.moe.kernels.run_experts import experts_few_rows, run_experts
 from runtime.layers.moe.router import Router, Routing
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
-from runtime.layers.ops import LatentRows, Stream
+from runtime.layers.ops import LatentRows, Runs, Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import RotaryHeads
 from runtime.layers.row_norms import RowNorms
@@ -217,12 +218,7 @@ class CudaOps(CudaLatentOps):
         return best_token(x.contiguous(), head, config, self.pdl, tokens, logits)
 
     def autotune(
-        self,
-        gemms: Iterable[Gemm],
-        rows: Iterable[int],
-        others: Iterable[Callable[[], object]] = (),
-        prompt_rows: Iterable[int] = (),
-        timer: PassTimer | None = None,
+        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Runs = (), prompt_rows: Iterable[int] = (), timer: PassTimer | None = None
     ) -> dict[str, str]:
         """Compile the kernels of a model's GEMMs at the m buckets of `rows` in parallel, time them and keep the fastest.
 
@@ -239,11 +235,11 @@ class CudaOps(CudaLatentOps):
         found = autotune_gemms(groups, self._trial, self._timings, self._num_sms, others)
         self.choices.update({key: timed.choice for key, timed in found.items()})
         compile_all([*self._warmup_runs(gemms, groups), *self._copies.runs(few)])
-        if timer is not None:
-            found |= choose_within_passes(new, self._timings, self.choices, timer)
+        if timer is not None and (near := rivals(new, self._timings, timer)):
+            compile_all(run for (_, key), kernels in near.items() for choice in kernels[1:] for run in self._runs_with(key, choice, timer))
+            found |= choose_within_passes(near, self._timings, self.choices, timer)
             compile_all(self._warmup_runs(gemms, groups))
-        report = {str(group): str(found[group.key]) for group in groups}
-        report |= self._copies.choose(few, self.greedy)
+        report = {str(group): str(found[group.key]) for group in groups} | self._copies.choose(few, self.greedy)
         torch.cuda.empty_cache()
         self._quantized |= choose_quantized((gemm.linear for gemm in gemms), self._timings)
         report |= {"prompts {} {}x{}".format(*kind): line for kind, (_, line) in self._quantized.items()}
@@ -251,6 +247,12 @@ class CudaOps(CudaLatentOps):
             log.info("%s: %s", name, line)
         log.info("autotuned %d GEMMs; %.1f s with compilation", len(report), time.perf_counter() - start)
         return report
+
+    def _runs_with(self, key: GemmKey, choice: GemmChoice, timer: PassTimer) -> Iterator[Run]:
+        """`_warmup_runs` of the passes of `timer` with another kernel for one GEMM."""
+        other = copy(self)
+        other.choices = {**self.choices, key: choice}
+        return other._warmup_runs(timer.gemms, group_gemms(timer.gemms, [key[-1]]))
 
     def choice(self, op: GemmOp, linear: Linear, rows: int, in_prompt: bool = False) -> GemmChoice:
         """The kernel for a GEMM of `rows` rows."""

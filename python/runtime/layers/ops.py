@@ -40,6 +40,9 @@ from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope, RotaryHeads
 from runtime.layers.row_norms import RowNorms
 
+Runs = Iterable[Callable[[], object]]
+"""Calls that run kernels, to compile them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -283,12 +286,7 @@ class BlockOps(Protocol):
         ...
 
     def autotune(
-        self,
-        gemms: Iterable[Gemm],
-        rows: Iterable[int],
-        others: Iterable[Callable[[], object]] = (),
-        prompt_rows: Iterable[int] = (),
-        timer: PassTimer | None = None,
+        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Runs = (), prompt_rows: Iterable[int] = (), timer: PassTimer | None = None
     ) -> dict[str, str]:
         """Choose the fastest kernel for each of a model's GEMMs, given in the order of execution, at these numbers of rows.
         Call it before any graph is captured; weights may be random.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
-from runtime.layers.ops import LatentRows, Stream
+from runtime.layers.ops import LatentRows, Runs, Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.quantization.fp8 import E4M3_MAX
 from runtime.layers.rope import Rope, RopeFactors, RotaryHeads
@@ -214,12 +214,7 @@ class TorchOps:
         return self.greedy(x, head.own, tokens, logits)
 
     def autotune(
-        self,
-        gemms: Iterable[Gemm],
-        rows: Iterable[int],
-        others: Iterable[Callable[[], object]] = (),
-        prompt_rows: Iterable[int] = (),
-        timer: PassTimer | None = None,
+        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Runs = (), prompt_rows: Iterable[int] = (), timer: PassTimer | None = None
     ) -> dict[str, str]:
         """Do nothing: torch has no kernels to choose from."""
         return {}

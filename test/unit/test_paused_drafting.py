@@ -83,6 +83,20 @@ def test_greedy_text_survives_crossing_the_batch_limit(tmp_path: Path, kind: str
     assert kinds[True, True] == kinds[False, False] == 0
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_compiling_the_kernels_of_catch_up_changes_no_text(tmp_path: Path, kind: str) -> None:
+    driver = Driver(pausing(tmp_path, kind, 2, page_size=16))
+    runs = driver.worker.parts.drafter.warmup_runs()
+    assert len(runs) >= 2
+    with torch.inference_mode():
+        for run in runs:
+            run()
+    driver.prefill(PROMPTS, sampling=CHANGED, room=160)
+    for _ in crossing(driver, PROMPTS, [3, 1], 30):
+        pass
+    assert {row: driver.out[row][:30] for row in PROMPTS} == plain_texts()
+
+
 WORKERS = [("chain", {}), ("tree", {}), ("eagle3", {}), ("standalone", {}), ("ngram", {}), ("chain", {"mixed_chunk": True})]
 
 

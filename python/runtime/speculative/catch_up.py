@@ -16,9 +16,11 @@ import torch
 
 from runtime.batch import PAD_ROW, ForwardMode, Int32, RowInit
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import INPUTS, BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Iteration
+from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.window import fill_window, load_rows
 
@@ -37,6 +39,93 @@ def catch_up_spec(variants: tuple[str, ...], launches: int, num_passes: int = 1)
     return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_passes, 0, variants, launches)
 
 
+def store_position(
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: torch.Tensor,
+    states: torch.Tensor,
+    stored_tokens: torch.Tensor,
+    stored_states: torch.Tensor,
+) -> None:
+    """Store one position of each row; one kernel on a GPU. Inside or outside a graph.
+
+    Args:
+        rows: int64 [B].
+        positions: int32 or int64 [B].
+        tokens: int64 [B].
+        states: [B, width], converted to the dtype of `stored_states`.
+        stored_tokens: int64 [R, WIDTH], by row.
+        stored_states: [R, WIDTH, width], by row.
+    """
+    if rows.is_cuda:
+        from runtime.speculative.catch_up_kernel import store_position_cuda
+
+        store_position_cuda(rows, positions, tokens, states, stored_tokens, stored_states)
+        return
+    at = torch.add(positions % WIDTH, rows, alpha=WIDTH)
+    stored_tokens.view(-1).index_copy_(0, at, tokens)
+    stored_states.flatten(0, 1).index_copy_(0, at, states.to(stored_states.dtype))
+
+
+def gather_states(rows: torch.Tensor, kv_lens: torch.Tensor, stored_states: torch.Tensor) -> torch.Tensor:
+    """The states of windows of `WIDTH` positions; one kernel on a GPU. Inside a graph.
+
+    Args:
+        rows: int64 [B].
+        kv_lens: int32 [B], the first position of each window.
+        stored_states: [R, WIDTH, width], by row.
+
+    Returns:
+        [B * WIDTH, width], in the dtype of `stored_states`.
+    """
+    if rows.is_cuda:
+        from runtime.speculative.catch_up_kernel import gather_states_cuda
+
+        return gather_states_cuda(rows, kv_lens, stored_states)
+    return stored_states[_window(rows, kv_lens)].flatten(0, 1)
+
+
+def fill_stored_window(
+    batch: ForwardBatch,
+    inputs: InputBuffers,
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    stored_tokens: torch.Tensor,
+    state: RequestRows,
+    page_table: PageTable,
+) -> None:
+    """Fill a batch and its inputs with the windows of stored positions that end at each row's KV length; one kernel on a GPU. Outside any
+    graph.
+
+    Args:
+        batch: persistent buffers of `WIDTH` tokens per request.
+        inputs: holds these buffers; also `page_rows`, `kv_lens`, `last_tokens` and `accept_lens` are filled.
+        rows: int64 [B]; padding: row 0.
+        lens: int32 [B], stored positions of each window; padding: 1. The other tokens write to `PAD_SLOT`.
+        stored_tokens: int64 [R, WIDTH], by row.
+        state: gives the KV lengths.
+        page_table: gives the slots.
+    """
+    if rows.is_cuda:
+        from runtime.speculative.catch_up_kernel import fill_stored_window_cuda
+
+        fill_stored_window_cuda(batch, inputs, rows, lens, stored_tokens, state, page_table, PAD_SLOT)
+        return
+    size = batch.batch_size
+    starts = inputs.kv_lens(size)
+    load_rows(inputs, rows, state)
+    starts.sub_(lens).clamp_(min=0)  # padding has no KV
+    fill_window(batch, page_table, starts, stored_tokens[_window(rows, starts)])
+    unused = torch.arange(WIDTH, device=lens.device) >= lens[:, None]
+    batch.out_cache_loc.view(size, WIDTH).masked_fill_(unused, PAD_SLOT)
+    inputs.named("accept_lens", size).copy_(lens)
+
+
+def _window(rows: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The indices of the stored positions of windows that begin at `starts`."""
+    return rows[:, None], (starts[:, None] + torch.arange(WIDTH, device=starts.device)) % WIDTH
+
+
 class StoredInputs:
     """Owner of the stored inputs of the draft, by request row: position p is at index p % `WIDTH`. Row 0 is padding."""
 
@@ -47,22 +136,22 @@ class StoredInputs:
         self._states = torch.zeros((rows, WIDTH, width), dtype=dtype, device=inputs.device)
 
     def add(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, states: torch.Tensor) -> None:
-        """Store one position of each row. rows int64 [B], positions int32 [B], tokens int64 [B], states [B, width]. In the graph."""
-        at = torch.add(positions % WIDTH, rows, alpha=WIDTH)
-        self._tokens.view(-1).index_copy_(0, at, tokens)
-        self._states.flatten(0, 1).index_copy_(0, at, states.to(self._states.dtype))
-
-    def tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """int64 [B, WIDTH]: the tokens of windows of `rows`, int64 [B]. In the graph."""
-        return self._tokens[self._window(rows)]
+        """Store one position of each row; arguments as for `store_position`. Inside or outside a graph."""
+        store_position(rows, positions, tokens, states, self._tokens, self._states)
 
     def states(self, batch: ForwardBatch) -> torch.Tensor:
         """[B * WIDTH, width]: the states of the windows of a batch. In the graph."""
-        return self._states[self._window(batch.req_pool_indices)].flatten(0, 1)
+        return gather_states(batch.req_pool_indices, self._inputs.kv_lens(batch.batch_size), self._states)
 
-    def _window(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = self._inputs.kv_lens(len(rows))
-        return rows[:, None], (starts[:, None] + torch.arange(WIDTH, device=starts.device)) % WIDTH
+    def fill(self, batch: ForwardBatch, rows: torch.Tensor, lens: torch.Tensor, target: TargetModel) -> None:
+        """Fill a batch with the windows of `rows`; arguments as for `fill_stored_window`. Outside any graph."""
+        fill_stored_window(batch, self._inputs, rows, lens, self._tokens, target.rows, target.page_table)
+
+    def warm_up(self) -> None:
+        """Compile the kernels that store positions of decode steps and of prompts, by storing a position of the padding row."""
+        row, states = torch.zeros(1, dtype=torch.int64, device=self._tokens.device), self._states[:1, 0]
+        for positions in (row.to(torch.int32), row):
+            self.add(row, positions, row, states.clone())
 
 
 class CatchUp:
@@ -77,7 +166,7 @@ class CatchUp:
     """
 
     def __init__(self, target: TargetModel, inputs: InputBuffers, stored: StoredInputs, runner: GraphRunner) -> None:
-        self.runner, self._target, self._inputs, self.stored = runner, target, inputs, stored
+        self.runner, self._target, self.stored = runner, target, stored
         self.again: Callable[[], None] | None = None
         self.in_step = target.runner.model.context.exchange is not None
         self._behind = np.zeros(len(target.rows.kv_lens), dtype=np.int32)
@@ -97,6 +186,15 @@ class CatchUp:
     def guesses_next(self) -> bool:
         """Whether the next window computes guesses even if no drafts follow. Equal on all ranks."""
         return self._windows % (GUESS_EVERY * WIDTH if self.in_step else GUESS_EVERY) == 0
+
+    def warmup_runs(self) -> list[Callable[[], object]]:
+        """Runs that compile the kernels that store positions and fill windows."""
+        return [self.stored.warm_up, self._warm_up_window]
+
+    def _warm_up_window(self) -> None:
+        """Fill a window of the padding row."""
+        row = torch.full((1,), PAD_ROW, dtype=torch.int64, device=self._target.device)
+        self.stored.fill(self.runner.batch(1), row, torch.ones_like(row, dtype=torch.int32), self._target)
 
     # ---- before an iteration, outside any graph
 
@@ -157,17 +255,11 @@ class CatchUp:
 
     def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
         """One window per row that lags; the other rows are padding."""
-        runner, inputs, live = self.runner, self._inputs, len(rows)
+        runner, live = self.runner, len(rows)
         batch, padded, lens = runner.batch(size), np.full(size, PAD_ROW, dtype=np.int64), np.ones(size, dtype=np.int32)
         padded[:live], lens[:live] = np.where(behind > 0, rows, PAD_ROW), np.maximum(behind, 1)
         batch.seq_len_bounds[:] = WIDTH
         batch.seq_len_bounds[:live] += np.where(behind > 0, bounds - behind, 0)
-        padded_d, lens_d = self._target.staging.upload(padded, lens)
-        starts = inputs.kv_lens(size)
-        load_rows(inputs, padded_d, self._target.rows)
-        starts.sub_(lens_d).clamp_(min=0)  # padding has no KV
-        fill_window(batch, self._target.page_table, starts, self.stored.tokens(inputs.rows(size)))
-        unused = torch.arange(WIDTH, device=lens_d.device) >= lens_d[:, None]
-        batch.out_cache_loc.view(size, WIDTH).masked_fill_(unused, PAD_SLOT)
-        runner.inputs(size)["accept_lens"].copy_(lens_d)
+        rows_d, lens_d = self._target.staging.upload(padded, lens)
+        self.stored.fill(batch, rows_d, lens_d, self._target)
         runner.run(batch, variant, eager)

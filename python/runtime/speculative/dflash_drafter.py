@@ -70,9 +70,11 @@ class DFlashDrafter(ModelDrafter):
         return partial(self._write_context, states=states)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
-        """Runs that compile the attention kernels of blocks at every depth."""
+        """Runs that compile the kernels of catch-up, and the attention kernels of blocks at every depth."""
         backend, depths = self.runner.backend, self._depths.items()
-        return [run for depth, batches in depths if depth for run in backend.warmup_runs(batches.tuned, depth + 1, tree=False)]
+        return super().warmup_runs() + [
+            run for depth, batches in depths if depth for run in backend.warmup_runs(batches.tuned, depth + 1, tree=False)
+        ]
 
     def gemms(self) -> Iterable[Gemm]:
         """The GEMMs of the draft model."""

@@ -102,8 +102,8 @@ class EagleWorker(ModelDrafter):
         return forward
 
     def warmup_runs(self) -> list[Callable[[], object]]:
-        """Runs that compile the attention kernels of the draft's passes at every depth."""
-        runs: list[Callable[[], object]] = []
+        """Runs that compile the kernels of catch-up, and the attention kernels of the draft's passes at every depth."""
+        runs = super().warmup_runs()
         for depth, batches in self._depths.items():
             shape, backend = self.spec.shape.at_depth(depth), self.runner.backend
             if depth:

@@ -90,6 +90,10 @@ class ModelDrafter(Drafter):
         spec, wanted = self._extend_spec(depth), self._config.draft_extend_graph
         self.extend[depth] = setup.make_runner(spec, self._extend_forward(states, spec.width), self.runner, setup.depths[depth], wanted)
 
+    def warmup_runs(self) -> list[Callable[[], object]]:
+        """Runs that compile the kernels of catch-up."""
+        return [] if self.catch_up is None else self.catch_up.warmup_runs()
+
     def models(self) -> list[ModelPasses]:
         """The draft model."""
         graphs = [runner for depth in self._depths for runner in self.runners(depth)]

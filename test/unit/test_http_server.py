@@ -781,6 +781,7 @@ def test_depth_and_synthetic_acceptance_are_set_while_the_server_runs() -> None:
                 ({"speculative_num_steps": -1}, "server_args.speculative_num_steps"),
                 ({"speculative_synthetic_accept_length": "9"}, "speculative_synthetic_accept_length"),
                 ({"speculative_synthetic_accept_length": {}}, "server_args.speculative_synthetic_accept_length"),
+                ({"speculative_num_steps": 1, "max_running_requests": 4}, "server_args.max_running_requests"),
             ):
                 refused = await f.post("/set_internal_state", {"server_args": state})
                 assert (refused.status_code, error_of(refused)["param"]) == (400, param)

@@ -221,10 +221,23 @@ class AbortBody(Body):
 class InternalState(Body):
     """The settings that `StateBody` may change. Fields are named like the flags."""
 
+    model_config = ConfigDict(extra="forbid")
+
     speculative_num_steps: Annotated[int, Field(ge=0, le=MAX_DRAFT_STEPS)] | Literal["auto"] | None = None
     speculative_synthetic_accept_length: (
         Annotated[float, Field(ge=1, le=MAX_DRAFT_STEPS + 1)] | Annotated[str, Field(max_length=256)] | None
     ) = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_settings(cls, data: Any) -> Any:
+        others = sorted(data.keys() - cls.model_fields) if isinstance(data, dict) else []
+        if others:
+            known = " and ".join(cls.model_fields)
+            raise RequestError(
+                f"{others[0][:64]} cannot be changed while the server runs, only {known} can.", f"server_args.{others[0][:64]}"
+            )
+        return data
 
 
 class StateBody(Body):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from benchmark.shapes import TARGET, Shape
-from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
+from runtime.layers import forward_batch
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
@@ -42,24 +41,7 @@ def linear(name: str, device: torch.device = CUDA) -> Linear:
 
 def decode_batch(size: int, width: int, length: int, device: torch.device = CUDA) -> ForwardBatch:
     """`size` requests with `length` tokens each, of which the last `width` are in this pass."""
-
-    def ints(n: int) -> torch.Tensor:
-        return torch.zeros(n, dtype=torch.int64, device=device)
-
-    lens = np.full(size, length, dtype=np.int32)
-    positions = (torch.arange(width, device=device) + length - width).repeat(size)
-    return ForwardBatch(
-        mode=ForwardMode.DECODE,
-        batch_size=size,
-        tokens_per_req=width,
-        input_ids=ints(size * width),
-        positions=positions,
-        out_cache_loc=ints(size * width),
-        req_pool_indices=torch.arange(1, size + 1, device=device),
-        seq_lens=torch.tensor(lens, device=device),
-        qo_indptr=torch.arange(size + 1, dtype=torch.int32, device=device) * width,
-        seq_len_bounds=lens,
-    )
+    return forward_batch.decode_batch(torch.arange(1, size + 1, device=device), width, length)
 
 
 def page_table(size: int, length: int, page_size: int, device: torch.device = CUDA) -> PageTable:

@@ -14,8 +14,8 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.request_rows import RequestRows
-from runtime.speculative.catch_up import PAD_SLOT, WIDTH, catch_up_spec, fill_stored_window, gather_states, store_position
-from runtime.speculative.catch_up_kernel import fill_stored_window_cuda, gather_states_cuda, store_position_cuda
+from runtime.speculative.catch_up import PAD_SLOT, WIDTH, StoredInputs, catch_up_spec
+from runtime.speculative.catch_up_kernel import fill_window_cuda, gather_states_cuda, store_position_cuda
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -55,14 +55,16 @@ def test_positions_are_stored_by_one_kernel(size: int, dtype: torch.dtype, store
     tokens = torch.randint(0, 1 << 40, (size, 2), generator=generator(size))[:, 0]
     states = values(size, width, dtype=dtype, seed=size)
     for kind in (torch.int32, torch.int64):
-        stored_tokens, stored_states = torch.full((ROWS, WIDTH), -1), values(ROWS, WIDTH, width, dtype=stored_dtype, seed=1)
-        own_tokens, own_states = stored_tokens.to(DEVICE, copy=True), stored_states.to(DEVICE, copy=True)
-        store_position(rows, positions.to(kind), tokens, states, stored_tokens, stored_states)
+        stored = StoredInputs(ROWS, width, stored_dtype, InputBuffers(1, max_tokens=1, device=CPU))
+        stored._tokens.fill_(-1)
+        stored._states.copy_(values(ROWS, WIDTH, width, dtype=stored_dtype, seed=1))
+        own_tokens, own_states = stored._tokens.to(DEVICE, copy=True), stored._states.to(DEVICE, copy=True)
+        stored.add(rows, positions.to(kind), tokens, states)
         # The tokens keep their stride.
         own = (torch.stack([tokens, tokens], dim=1).to(DEVICE)[:, 0], states.to(DEVICE), own_tokens, own_states)
         store_position_cuda(rows.to(DEVICE), positions.to(DEVICE, kind), *own)
-        assert torch.equal(own_tokens.cpu()[1:], stored_tokens[1:])  # the padding row has any of the values
-        assert torch.equal(own_states.cpu()[1:], stored_states[1:])
+        assert torch.equal(own_tokens.cpu()[1:], stored._tokens[1:])  # the padding row has any of the values
+        assert torch.equal(own_states.cpu()[1:], stored._states[1:])
 
 
 def test_states_of_any_layout_are_stored() -> None:
@@ -82,9 +84,13 @@ def test_states_of_windows_are_gathered_by_one_kernel(size: int, dtype: torch.dt
     if INTERPRETED and size * width > 1 << 14:
         pytest.skip("the interpreter is slow")
     rows, starts = distinct_rows(size), (torch.arange(size) * 3).to(torch.int32)
-    stored = values(ROWS, WIDTH, width, dtype=dtype, seed=2)
-    found = gather_states_cuda(rows.to(DEVICE), starts.to(DEVICE), stored.to(DEVICE))
-    assert torch.equal(found.cpu(), gather_states(rows, starts, stored))
+    batch, inputs = inputs_of(size, CPU)
+    batch.set_rows(rows)
+    inputs.kv_lens(size).copy_(starts)
+    stored = StoredInputs(ROWS, width, dtype, inputs)
+    stored._states.copy_(values(ROWS, WIDTH, width, dtype=dtype, seed=2))
+    found = gather_states_cuda(rows.to(DEVICE), starts.to(DEVICE), stored._states.to(DEVICE))
+    assert torch.equal(found.cpu(), stored.states(batch))
 
 
 def inputs_of(size: int, device: torch.device) -> tuple[ForwardBatch, InputBuffers]:
@@ -111,9 +117,11 @@ def test_stored_windows_are_filled_by_one_kernel(size: int) -> None:
     # Windows of 1 to 8 positions begin at every index; rows with nothing behind are padding, whose KV is empty.
     lens = torch.where(rows > 0, torch.arange(size) % WIDTH + 1, 1).to(torch.int32)
     plain_batch, plain = inputs_of(size, CPU)
-    fill_stored_window(plain_batch, plain, rows, lens, stored, *state_of(CPU))
+    plain_stored = StoredInputs(ROWS, 8, torch.float32, plain)
+    plain_stored._tokens.copy_(stored)
+    plain_stored.fill(plain_batch, rows, lens, *state_of(CPU))
     batch, found = inputs_of(size, DEVICE)
-    fill_stored_window_cuda(batch, found, rows.to(DEVICE), lens.to(DEVICE), stored.to(DEVICE), *state_of(DEVICE), PAD_SLOT)
+    fill_window_cuda(batch, found, rows.to(DEVICE), lens.to(DEVICE), stored.to(DEVICE), *state_of(DEVICE), PAD_SLOT)
     for name, expected in plain.tensors.items():
         assert torch.equal(found.tensors[name].cpu(), expected), name
     assert plain.kv_lens(size).min() >= 0

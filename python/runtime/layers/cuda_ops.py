@@ -238,7 +238,7 @@ class CudaOps(CudaLatentOps):
         if timer is not None and (near := rivals(new, self._timings, timer)):
             compile_all(run for (_, key), kernels in near.items() for choice in kernels[1:] for run in self._runs_with(key, choice, timer))
             found |= choose_within_passes(near, self._timings, self.choices, timer)
-            compile_all(self._warmup_runs(gemms, groups))
+            compile_all(self._warmup_runs(gemms, [group for group in groups if (group.dtype, group.key) in near]))
         report = {str(group): str(found[group.key]) for group in groups} | self._copies.choose(few, self.greedy)
         torch.cuda.empty_cache()
         self._quantized |= choose_quantized((gemm.linear for gemm in gemms), self._timings)

@@ -75,3 +75,24 @@ class ForwardBatch:
             own[: len(rows)].copy_(rows)
             if len(rows) < self.batch_size:
                 own[len(rows) :].zero_()
+
+
+def decode_batch(rows: torch.Tensor, width: int, length: int) -> ForwardBatch:
+    """A batch for timing: one request for each of `rows`, int64 [B], with `length` tokens, of which the last `width` are in the pass. Token
+    ids and slots are 0.
+    """
+    size, device = len(rows), rows.device
+    lens = np.full(size, length, dtype=np.int32)
+    ids, slots = torch.zeros((2, size * width), dtype=torch.int64, device=device)
+    return ForwardBatch(
+        mode=ForwardMode.DECODE,
+        batch_size=size,
+        tokens_per_req=width,
+        input_ids=ids,
+        positions=(torch.arange(width, device=device) + length - width).repeat(size),
+        out_cache_loc=slots,
+        req_pool_indices=rows,
+        seq_lens=torch.tensor(lens, device=device),
+        qo_indptr=torch.arange(size + 1, dtype=torch.int32, device=device) * width,
+        seq_len_bounds=lens,
+    )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 
-import numpy as np
 import torch
 
-from runtime.batch import PAD_ROW, ForwardMode
+from runtime.batch import PAD_ROW
 from runtime.layers.attention.base import plan_pass
-from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch, decode_batch
 from runtime.layers.gemm.gemm import PassTimer
 from runtime.model_executor.model_runner import ModelRunner
 
@@ -38,27 +37,12 @@ class DecodeTimer(PassTimer):
 
     def plan(self, rows: int) -> ForwardBatch:
         """A batch of `rows` requests with one token each."""
-        device, length = self._runner.device, min(CONTEXT, self._runner.config.max_context_len)
-
-        def ints(value: int, count: int = rows) -> torch.Tensor:
-            return torch.full((count,), value, dtype=torch.int64, device=device)
-
-        bounds = np.full(rows, length, dtype=np.int32)
-        batch = ForwardBatch(
-            mode=ForwardMode.DECODE,
-            batch_size=rows,
-            tokens_per_req=1,
-            input_ids=ints(0),
-            positions=ints(length - 1),
-            out_cache_loc=ints(0),
-            req_pool_indices=ints(PAD_ROW),
-            seq_lens=torch.tensor(bounds, device=device),
-            qo_indptr=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            seq_len_bounds=bounds,
-        )
+        length = min(CONTEXT, self._runner.config.max_context_len)
+        batch = decode_batch(torch.full((rows,), PAD_ROW, device=self._runner.device), 1, length)
         plan_pass(self._runner.backend, batch)
         return batch
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [rows, hidden] after the layers and the final norm."""
-        return self._runner.model.last_layers(batch, LAYERS)
+        """Hidden states [rows, hidden] after the last layers and the final norm."""
+        model = self._runner.model
+        return model.forward(batch, first=max(len(model.layers) - LAYERS, 0))[0]

@@ -120,7 +120,7 @@ class DecoderModel:
         self._bound = kv_pool, backend
 
     def forward(
-        self, batch: ForwardBatch, aux_layers: tuple[int, ...] = (), wanted: torch.Tensor | None = None
+        self, batch: ForwardBatch, aux_layers: tuple[int, ...] = (), wanted: torch.Tensor | None = None, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run every block over the batch. `plan_pass` has been called for it.
 
@@ -129,6 +129,7 @@ class DecoderModel:
                 output.
             wanted: int64 [N], the tokens whose hidden states are returned; the last layer computes only these after attention, and only
                 KV if N = 0. None for all tokens.
+            first: the first block, which reads the embeddings; above 0 only to time the last blocks.
 
         Returns:
             Hidden states after the final norm, [N or T, hidden], and the streams [T, len(aux_layers) * hidden] side by side,
@@ -137,9 +138,9 @@ class DecoderModel:
         assert self._bound is not None, "bind comes before forward"
         context = PassContext(batch, *self._bound)
         in_prompt = batch.mode is ForwardMode.EXTEND
-        stream = self.context.ops.embed(batch.input_ids, self.embed, self.layers[0].attn_norm, self._embed_scale, in_prompt)
+        stream = self.context.ops.embed(batch.input_ids, self.embed, self.layers[first].attn_norm, self._embed_scale, in_prompt)
         aux = []
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.layers[first:], first):
             if i in aux_layers:
                 aux.append(stream.h.to(self.dtype, copy=True))
             last = i + 1 == len(self.layers)
@@ -148,15 +149,6 @@ class DecoderModel:
             aux.append(stream.h.to(self.dtype, copy=True))
         hidden = self.context.ops.norm(stream.h, self.final_norm, self.dtype)
         return hidden, torch.cat(aux, dim=1) if aux else None
-
-    def last_layers(self, batch: ForwardBatch, count: int) -> torch.Tensor:
-        """Run the last `count` blocks on the embeddings of a batch, for timing: hidden states [T, hidden] after the final norm."""
-        assert self._bound is not None, "bind comes before any pass"
-        context, layers = PassContext(batch, *self._bound), self.layers[-count:]
-        stream = self.context.ops.embed(batch.input_ids, self.embed, layers[0].attn_norm, self._embed_scale, False)
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            stream = layer.forward(stream, context, None if following is None else following.attn_norm)
-        return self.context.ops.norm(stream.h, self.final_norm, self.dtype)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab], written to `out`

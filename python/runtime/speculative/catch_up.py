@@ -39,93 +39,6 @@ def catch_up_spec(variants: tuple[str, ...], launches: int, num_passes: int = 1)
     return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_passes, 0, variants, launches)
 
 
-def store_position(
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    tokens: torch.Tensor,
-    states: torch.Tensor,
-    stored_tokens: torch.Tensor,
-    stored_states: torch.Tensor,
-) -> None:
-    """Store one position of each row; one kernel on a GPU. Inside or outside a graph.
-
-    Args:
-        rows: int64 [B].
-        positions: int32 or int64 [B].
-        tokens: int64 [B].
-        states: [B, width], converted to the dtype of `stored_states`.
-        stored_tokens: int64 [R, WIDTH], by row.
-        stored_states: [R, WIDTH, width], by row.
-    """
-    if rows.is_cuda:
-        from runtime.speculative.catch_up_kernel import store_position_cuda
-
-        store_position_cuda(rows, positions, tokens, states, stored_tokens, stored_states)
-        return
-    at = torch.add(positions % WIDTH, rows, alpha=WIDTH)
-    stored_tokens.view(-1).index_copy_(0, at, tokens)
-    stored_states.flatten(0, 1).index_copy_(0, at, states.to(stored_states.dtype))
-
-
-def gather_states(rows: torch.Tensor, kv_lens: torch.Tensor, stored_states: torch.Tensor) -> torch.Tensor:
-    """The states of windows of `WIDTH` positions; one kernel on a GPU. Inside a graph.
-
-    Args:
-        rows: int64 [B].
-        kv_lens: int32 [B], the first position of each window.
-        stored_states: [R, WIDTH, width], by row.
-
-    Returns:
-        [B * WIDTH, width], in the dtype of `stored_states`.
-    """
-    if rows.is_cuda:
-        from runtime.speculative.catch_up_kernel import gather_states_cuda
-
-        return gather_states_cuda(rows, kv_lens, stored_states)
-    return stored_states[_window(rows, kv_lens)].flatten(0, 1)
-
-
-def fill_stored_window(
-    batch: ForwardBatch,
-    inputs: InputBuffers,
-    rows: torch.Tensor,
-    lens: torch.Tensor,
-    stored_tokens: torch.Tensor,
-    state: RequestRows,
-    page_table: PageTable,
-) -> None:
-    """Fill a batch and its inputs with the windows of stored positions that end at each row's KV length; one kernel on a GPU. Outside any
-    graph.
-
-    Args:
-        batch: persistent buffers of `WIDTH` tokens per request.
-        inputs: holds these buffers; also `page_rows`, `kv_lens`, `last_tokens` and `accept_lens` are filled.
-        rows: int64 [B]; padding: row 0.
-        lens: int32 [B], stored positions of each window; padding: 1. The other tokens write to `PAD_SLOT`.
-        stored_tokens: int64 [R, WIDTH], by row.
-        state: gives the KV lengths.
-        page_table: gives the slots.
-    """
-    if rows.is_cuda:
-        from runtime.speculative.catch_up_kernel import fill_stored_window_cuda
-
-        fill_stored_window_cuda(batch, inputs, rows, lens, stored_tokens, state, page_table, PAD_SLOT)
-        return
-    size = batch.batch_size
-    starts = inputs.kv_lens(size)
-    load_rows(inputs, rows, state)
-    starts.sub_(lens).clamp_(min=0)  # padding has no KV
-    fill_window(batch, page_table, starts, stored_tokens[_window(rows, starts)])
-    unused = torch.arange(WIDTH, device=lens.device) >= lens[:, None]
-    batch.out_cache_loc.view(size, WIDTH).masked_fill_(unused, PAD_SLOT)
-    inputs.named("accept_lens", size).copy_(lens)
-
-
-def _window(rows: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The indices of the stored positions of windows that begin at `starts`."""
-    return rows[:, None], (starts[:, None] + torch.arange(WIDTH, device=starts.device)) % WIDTH
-
-
 class StoredInputs:
     """Owner of the stored inputs of the draft, by request row: position p is at index p % `WIDTH`. Row 0 is padding."""
 
@@ -136,22 +49,67 @@ class StoredInputs:
         self._states = torch.zeros((rows, WIDTH, width), dtype=dtype, device=inputs.device)
 
     def add(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, states: torch.Tensor) -> None:
-        """Store one position of each row; arguments as for `store_position`. Inside or outside a graph."""
-        store_position(rows, positions, tokens, states, self._tokens, self._states)
+        """Store one position of each row; one kernel on a GPU. Inside or outside a graph.
+
+        Args:
+            rows: int64 [B].
+            positions: int32 or int64 [B].
+            tokens: int64 [B].
+            states: [B, width], converted to the dtype of the stored states.
+        """
+        if rows.is_cuda:
+            from runtime.speculative.catch_up_kernel import store_position_cuda
+
+            store_position_cuda(rows, positions, tokens, states, self._tokens, self._states)
+            return
+        at = torch.add(positions % WIDTH, rows, alpha=WIDTH)
+        self._tokens.view(-1).index_copy_(0, at, tokens)
+        self._states.flatten(0, 1).index_copy_(0, at, states.to(self._states.dtype))
 
     def states(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B * WIDTH, width]: the states of the windows of a batch. In the graph."""
-        return gather_states(batch.req_pool_indices, self._inputs.kv_lens(batch.batch_size), self._states)
+        """[B * WIDTH, width]: the states of the windows of a batch; one kernel on a GPU. In the graph."""
+        rows, starts = batch.req_pool_indices, self._inputs.kv_lens(batch.batch_size)
+        if rows.is_cuda:
+            from runtime.speculative.catch_up_kernel import gather_states_cuda
 
-    def fill(self, batch: ForwardBatch, rows: torch.Tensor, lens: torch.Tensor, target: TargetModel) -> None:
-        """Fill a batch with the windows of `rows`; arguments as for `fill_stored_window`. Outside any graph."""
-        fill_stored_window(batch, self._inputs, rows, lens, self._tokens, target.rows, target.page_table)
+            return gather_states_cuda(rows, starts, self._states)
+        return self._states[_window(rows, starts)].flatten(0, 1)
+
+    def fill(self, batch: ForwardBatch, rows: torch.Tensor, lens: torch.Tensor, state: RequestRows, page_table: PageTable) -> None:
+        """Fill a batch and its inputs with the windows of stored positions that end at each row's KV length; one kernel on a GPU. Outside
+        any graph.
+
+        Args:
+            batch: persistent buffers of `WIDTH` tokens per request.
+            rows: int64 [B]; padding: row 0.
+            lens: int32 [B], stored positions of each window; padding: 1. The other tokens write to `PAD_SLOT`.
+            state: gives the KV lengths.
+            page_table: gives the slots.
+        """
+        inputs, size = self._inputs, batch.batch_size
+        if rows.is_cuda:
+            from runtime.speculative.catch_up_kernel import fill_window_cuda
+
+            fill_window_cuda(batch, inputs, rows, lens, self._tokens, state, page_table, PAD_SLOT)
+            return
+        starts = inputs.kv_lens(size)
+        load_rows(inputs, rows, state)
+        starts.sub_(lens).clamp_(min=0)  # padding has no KV
+        fill_window(batch, page_table, starts, self._tokens[_window(rows, starts)])
+        unused = torch.arange(WIDTH, device=lens.device) >= lens[:, None]
+        batch.out_cache_loc.view(size, WIDTH).masked_fill_(unused, PAD_SLOT)
+        inputs.named("accept_lens", size).copy_(lens)
 
     def warm_up(self) -> None:
         """Compile the kernels that store positions of decode steps and of prompts, by storing a position of the padding row."""
         row, states = torch.zeros(1, dtype=torch.int64, device=self._tokens.device), self._states[:1, 0]
         for positions in (row.to(torch.int32), row):
             self.add(row, positions, row, states.clone())
+
+
+def _window(rows: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The indices of the stored positions of windows that begin at `starts`."""
+    return rows[:, None], (starts[:, None] + torch.arange(WIDTH, device=starts.device)) % WIDTH
 
 
 class CatchUp:
@@ -194,7 +152,8 @@ class CatchUp:
     def _warm_up_window(self) -> None:
         """Fill a window of the padding row."""
         row = torch.full((1,), PAD_ROW, dtype=torch.int64, device=self._target.device)
-        self.stored.fill(self.runner.batch(1), row, torch.ones_like(row, dtype=torch.int32), self._target)
+        target, lens = self._target, torch.ones_like(row, dtype=torch.int32)
+        self.stored.fill(self.runner.batch(1), row, lens, target.rows, target.page_table)
 
     # ---- before an iteration, outside any graph
 
@@ -261,5 +220,5 @@ class CatchUp:
         batch.seq_len_bounds[:] = WIDTH
         batch.seq_len_bounds[:live] += np.where(behind > 0, bounds - behind, 0)
         rows_d, lens_d = self._target.staging.upload(padded, lens)
-        self.stored.fill(batch, rows_d, lens_d, self._target)
+        self.stored.fill(batch, rows_d, lens_d, self._target.rows, self._target.page_table)
         runner.run(batch, variant, eager)

@@ -81,7 +81,10 @@ def store_position_cuda(
     stored_tokens: torch.Tensor,
     stored_states: torch.Tensor,
 ) -> None:
-    """See `store_position`. `tokens` may be strided. Rows that occur several times, which only padding may, get any of their values."""
+    """See `StoredInputs.add`. `stored_tokens` int64 [R, WIDTH], `stored_states` [R, WIDTH, width].
+
+    `tokens` may be strided. Rows that occur several times, which only padding may, get any of their values.
+    """
     (_, positions_per_row, width), pdl = stored_states.shape, starts_early(rows.device)
     _store[(len(rows), triton.cdiv(width, COLUMNS))](
         rows, positions, tokens, tokens.stride(0), states.contiguous(), stored_tokens, stored_states, width,
@@ -89,7 +92,7 @@ def store_position_cuda(
     )  # fmt: skip
 
 
-def fill_stored_window_cuda(
+def fill_window_cuda(
     batch: ForwardBatch,
     inputs: InputBuffers,
     rows: torch.Tensor,
@@ -99,7 +102,7 @@ def fill_stored_window_cuda(
     page_table: PageTable,
     pad_slot: int,
 ) -> None:
-    """See `fill_stored_window`.
+    """See `StoredInputs.fill`. `stored_tokens` int64 [R, WIDTH].
 
     Attention reads positions, slots and lengths before its own PDL wait. A kernel between this one and attention must therefore wait before
     it triggers the next launch, as `gather_states_cuda` does.
@@ -114,7 +117,7 @@ def fill_stored_window_cuda(
 
 
 def gather_states_cuda(rows: torch.Tensor, kv_lens: torch.Tensor, stored_states: torch.Tensor) -> torch.Tensor:
-    """See `gather_states`."""
+    """See `StoredInputs.states`. rows int64 [B], kv_lens int32 [B], stored_states [R, WIDTH, width]."""
     (_, positions, width), pdl = stored_states.shape, starts_early(rows.device)
     out = torch.empty((len(rows) * positions, width), dtype=stored_states.dtype, device=rows.device)
     _gather[(len(out), triton.cdiv(width, COLUMNS))](

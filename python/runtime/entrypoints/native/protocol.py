@@ -231,12 +231,9 @@ class InternalState(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_settings(cls, data: Any) -> Any:
-        others = sorted(data.keys() - cls.model_fields) if isinstance(data, dict) else []
-        if others:
-            known = " and ".join(cls.model_fields)
-            raise RequestError(
-                f"{others[0][:64]} cannot be changed while the server runs, only {known} can.", f"server_args.{others[0][:64]}"
-            )
+        if others := sorted(data.keys() - cls.model_fields) if isinstance(data, dict) else []:
+            name, known = others[0][:64], " and ".join(cls.model_fields)
+            raise RequestError(f"{name} cannot be changed while the server runs, only {known} can.", f"server_args.{name}")
         return data
 
 

@@ -39,9 +39,11 @@ def rivals(gemms: Iterable[Timing], timings: GemmTimings, timer: PassTimer) -> d
     for dtype, key in gemms:
         timed = timings.known(dtype, key)
         if timed is not None and key[:-1] in in_layers and key[-1] <= min(MOST_ROWS, timer.most_rows):
-            near = sorted((micros, i) for i, micros in enumerate(timed.micros.values()) if micros <= NEAR * timed.micros[timed.choice])
-            found[dtype, key] = [list(timed.micros)[i] for _, i in near[:MOST_RIVALS]]
-    return {gemm: near for gemm, near in found.items() if len(near) > 1}
+            fastest = sorted(timed.micros, key=timed.micros.__getitem__)[:MOST_RIVALS]
+            near = [choice for choice in fastest if timed.micros[choice] <= NEAR * timed.micros[timed.choice]]
+            if len(near) > 1:
+                found[dtype, key] = near
+    return found
 
 
 def choose_within_passes(

@@ -39,7 +39,7 @@ from runtime.model_executor.nccl_graphs import captured_everywhere, nccl_bytes_o
 from runtime.model_executor.parity import check_parity
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.short_prompts import SLOTS, PromptCost, ShortPrompts, prompt_forward, prompt_spec, shared_sizes, shared_spec
-from runtime.model_executor.staging import StagingRing
+from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.target_model import PAGES_AT_ONCE, TargetModel
 from runtime.model_executor.verification import Verifier
 from runtime.model_executor.worker import Worker, WorkerParts
@@ -206,6 +206,7 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         warmup_runs.append(partial(sample_padding, target, torch.zeros((1, model.config.vocab_size), device=context.device)))
         slot = torch.zeros(1, dtype=torch.int64, device=context.device)
         warmup_runs += [partial(pool.move, slot, slot, 1) for pool in parts.kv_pools]
+        warmup_runs.append(lambda: HostCopy(slot, slot.int(), by_kernel=True).wait())
         prompts = prompt_rows(target.runner.prompt_sizes, context.extend_tokens)
         timer = make_timer(context, target.runner)
         context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs, prompts, timer)

@@ -83,7 +83,7 @@ def send_to_host(
     drafts = () if iteration.ragged is None or iteration.caps is None else tuple(iteration.caps.host.tolist())
     stats = StepStats(verified.graph, iteration.size, verified.tokens.shape[1] - 1, iteration.depth, iteration.unfollowed, drafts)
     experts = HostCopy(hit) if hit is not None and reads else None
-    return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active, experts, compared)
+    return DecodesPending(iteration, HostCopy(*wanted, by_kernel=True), logprobs, stats, agreement.active, experts, compared)
 
 
 def _logprobs(

@@ -106,12 +106,20 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class HostCopy:
     """Device to host: copies in flight, and the event that marks their end."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *tensors: torch.Tensor, by_kernel: bool = False) -> None:
+        """`by_kernel`: whether a kernel writes to the host's memory. Between two graphs it takes less time than a copy engine. The caller
+        must wait for the copies, because torch does not know that the memory is still being written.
+        """
         self._event: torch.cuda.Event | None = None
         if tensors and tensors[0].is_cuda:
             self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             for host, source in zip(self._tensors, tensors, strict=True):
-                host.copy_(source, non_blocking=True)
+                if by_kernel and source.numel():
+                    from runtime.model_executor.host_copy_kernel import copy_to_pinned
+
+                    copy_to_pinned(source.contiguous(), host)
+                else:
+                    host.copy_(source, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         else:

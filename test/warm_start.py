@@ -406,6 +406,10 @@ def keep_weights() -> None:
     class OfEmbedded(list[Any]):
         """The weights of the embedded model, as `load` gets them."""
 
+        def close(self) -> None:
+            """End the generator, as `load_weights` does."""
+            self[0].close()
+
     def weights_of(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str) -> NamedTensors:
         found = named(context, shapes, folder, load_format)
         alike = (folder, context.config.model.quantization, context.dtype, context.group.size) == (path, quantization, torch.float32, 1)

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import torch
 from benchmark.ports import free_port
 
 from process import fake
@@ -202,6 +203,25 @@ def test_check_refuses_a_draft_that_does_not_match(model: Path, tmp_path: Path) 
     assert_one_line(launch(*whole, "--speculative-algorithm", "EAGLE"), "whole", "--speculative-algorithm STANDALONE")
     other = draft("other", vocab_size=9)
     assert_one_line(launch(*other, "--speculative-algorithm", "STANDALONE"), "vocabulary of 9")
+
+
+def test_check_refuses_a_pool_for_less_than_one_request(model: Path) -> None:
+    small = ["--check", "--model", str(model), "--load-format", "dummy", "--device", "cpu", "--max-total-tokens"]
+    assert_one_line(launch(*small, "10"), "--max-total-tokens is 10", "Raise it")
+    assert launch(*small, "4096").returncode == 0
+
+
+@pytest.mark.parametrize(("ids", "message"), [(None, "holds no tensor or list"), ([1, 2, 2], "twice"), ([1 << 20], "outside 0..")])
+def test_check_reads_the_token_map(model: Path, tmp_path: Path, ids: list[int] | None, message: str) -> None:
+    shape, head, hot = json.loads((model / "config.json").read_text()), tmp_path / "head", tmp_path / "hot.pt"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps(shape | {"architectures": ["LlamaForCausalLMEagle"]}))
+    if ids is None:
+        hot.write_text("not a tensor")
+    else:
+        torch.save(ids, hot)
+    draft = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(head), "--speculative-token-map", str(hot)]
+    assert_one_line(launch("--check", "--model", str(model), "--load-format", "dummy", *draft), "--speculative-token-map", message)
 
 
 def test_dump_config_prints_yaml_that_config_reads(tmp_path: Path) -> None:

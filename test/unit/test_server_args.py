@@ -609,7 +609,7 @@ SAME_NAME: dict[str, object] = {
     "request_timeout": 2.5, "max_priority": 4,
     "trust_request_chat_template": True, "skip_server_warmup": True,
     "shutdown_timeout": 5.0, "watchdog_timeout": 6.0, "chat_template": "{{ x }}", "device": "cpu", "attention_backend": "flashinfer",
-    "sampling_backend": "pytorch", "mem_fraction_static": 0.5, "max_total_tokens": 77, "max_running_requests": 7, "page_size": 32,
+    "sampling_backend": "pytorch", "mem_fraction_static": 0.5, "max_total_tokens": 7700, "max_running_requests": 7, "page_size": 32,
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from runtime.errors import ConfigError
-from runtime.model_executor.model_loader import named
+from runtime.model_executor.context import make_context
+from runtime.model_executor.model_loader import load_model, named
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.model_files import tied_head
 from runtime.model_files.checkpoint_folder import INDEX, SourceFlags, check_shards, safetensors_files
@@ -18,6 +19,7 @@ from runtime.models.draft_config import load_draft_config
 from runtime.models.file_tensor import FileTensor, read_packed
 from unit.test_models import Checkpoint, loaded
 from unit.test_quantization import assert_close_to
+from unit.tiny import tiny_model, tiny_runtime
 
 CPU = torch.device("cpu")
 
@@ -183,3 +185,13 @@ def test_an_error_names_the_checkpoint_once() -> None:
     for said, shown in (("it lacks a.weight", "drafts/a: it lacks a.weight"), ("drafts/a/b.safetensors is damaged",) * 2):
         with pytest.raises(ConfigError, match=f"^{shown}$"), named("drafts/a"):
             raise ConfigError(said)
+
+
+def test_an_error_while_loading_ends_the_line_of_the_progress_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_model()
+    save_file({"model.norm.weight": torch.zeros(config.hidden_size + 1)}, tmp_path / "model.safetensors")
+    context = make_context(tiny_runtime())
+    with pytest.raises(ConfigError) as caught:
+        load_model(context, config, str(tmp_path), "auto", None)
+    assert str(tmp_path) in str(caught.value)  # the traceback keeps the generator
+    assert capsys.readouterr().err.endswith("\n")

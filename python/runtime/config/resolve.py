@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.config.cache import check_cache, resolve_cache
+from runtime.config.cache import check_cache, check_pool, least_tokens, resolve_cache
 from runtime.config.device import check_device, resolve_device
 from runtime.config.graphs import resolve_graphs
 from runtime.config.machine import MachineFacts
@@ -40,10 +40,14 @@ def resolve(
     graphs = resolve_graphs(args, device)
     captures = bool(graphs.cuda_graph_bs)
     speculative = resolve_speculative(args, device, served.quantization, captures, machine, model, draft, tuning)
+    cache = resolve_cache(args, device.attention_backend, served.context_length, model.head_dim)
+    if cache.max_total_tokens is not None:
+        beyond = 1 if speculative is None else speculative.tokens_per_step
+        check_pool(cache.max_total_tokens, least_tokens(served.context_length, beyond, cache.page_size), cache.page_size)
     return RuntimeConfig(
         model=served,
         device=device,
-        cache=resolve_cache(args, device.attention_backend, served.context_length, model.head_dim),
+        cache=cache,
         scheduler=resolve_scheduler(args, device, served.context_length, speculative),
         graphs=graphs,
         parallel=resolve_parallel(args, device, machine),

@@ -191,6 +191,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_candidates: bool = False
     tuning: SpeculativeTuning | None = None
 
+    @property
+    def tokens_per_step(self) -> int:
+        """KV positions beyond the committed length that one iteration may write."""
+        return max(self.num_steps * self.topk, self.num_draft_tokens)
+
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP server and its logs. `shutdown_timeout` is in seconds."""

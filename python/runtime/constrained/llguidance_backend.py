@@ -51,7 +51,8 @@ class LlguidanceBackend:
         begins = [token for token in np.flatnonzero(allowed_tokens(row)).tolist() if token not in self._eos_ids][:1]
         probe = matcher.deep_copy()
         if probe.try_consume_tokens(begins) < len(begins):
-            raise GrammarError(kind, f"No text matches it, or it is too complex: {_sentence(probe.get_error())}")
+            reason = probe.get_error()
+            raise GrammarError(kind, "No text matches it, or it is too complex" + (f": {_sentence(reason)}" if reason else "."))
         return made
 
     def _source(self, spec: GrammarSpec) -> str:

@@ -83,6 +83,15 @@ def check_draft_files(config: RuntimeConfig, target: ModelConfig) -> None:
         check_fp8("weights of the draft", config.device.gpu, config.device.dtype)
 
 
+def check_token_map(config: RuntimeConfig, target: ModelConfig) -> None:
+    """Refuse a token map that cannot be read or does not fit the target. Imports torch, so a start leaves it to the scheduler."""
+    if config.speculative is None or config.speculative.token_map is None:
+        return
+    from runtime.models.token_map import invert, load_token_map
+
+    invert(load_token_map(config.speculative.token_map), target.vocab_size, f"--speculative-token-map {config.speculative.token_map!r}")
+
+
 def fitted(config: RuntimeConfig, machine: MachineFacts) -> RuntimeConfig:
     """The configuration with those parts of its tuning that apply to this setup.
 

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from runtime.batch import WorkerLimits
+from runtime.config.cache import least_tokens
 from runtime.config.device_tuning import CPU
 from runtime.config.host_memory import MIB, host_memory
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
@@ -319,7 +320,7 @@ def plan_kv(
     """Give KV the remaining memory."""
     cache, length = context.config.cache, context.config.model.context_length
     wanted = cache.max_total_tokens
-    least = min(length, 1024) + 2 * tokens_per_step + cache.page_size
+    least = least_tokens(length, tokens_per_step, cache.page_size)
     if context.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from runtime.config.cache import check_pool
 from runtime.config.host_memory import MIB
 from runtime.errors import ConfigError
 
@@ -98,11 +99,8 @@ def plan_memory(budget: Budget, page_size: int, wanted_tokens: int | None, fract
     page_bytes = budget.bytes_per_slot * page_size
     pages = max(available, 0) // page_bytes - 1  # page 0 is padding
     if wanted_tokens is not None:
-        if wanted_tokens < (least := -(-min_tokens // page_size) * page_size):
-            raise ConfigError(
-                f"--max-total-tokens is {wanted_tokens}; one request needs {least}, in pages of {page_size}. Raise it or leave it out."
-            )
-        if wanted_tokens // page_size > pages >= least // page_size:
+        check_pool(wanted_tokens, min_tokens, page_size)
+        if wanted_tokens // page_size > pages >= -(-min_tokens // page_size):
             raise ConfigError(
                 f"--max-total-tokens {wanted_tokens} needs {_mib((wanted_tokens // page_size + 1) * page_bytes):,} MiB of KV, "
                 f"but only {max(available, 0) // MIB:,} MiB are left. Lower it to {pages * page_size}."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 
 from runtime.config.host_memory import MIB
 from runtime.errors import ConfigError
@@ -17,6 +17,7 @@ from runtime.models.decoder import DecoderModel
 from runtime.models.dflash import DFlashDraftModel
 from runtime.models.draft_head import DraftModel
 from runtime.models.registry import build_model
+from runtime.models.weights import Sliceable
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,8 @@ def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
 
 def load_weights(context: WorkerContext, model: DecoderModel | DraftModel | DFlashDraftModel, folder: str, load_format: str) -> None:
     """Fill the weights of a target or a draft. Raises `ConfigError` that names the folder."""
-    with named(folder):
-        model.load(model_weights(context, model.expected_weights(), folder, load_format))
+    with named(folder), closing(model_weights(context, model.expected_weights(), folder, load_format)) as weights:
+        model.load(weights)  # after an error, closing ends the line of the progress bar
 
 
 @contextmanager
@@ -68,7 +69,9 @@ def named(folder: str) -> Iterator[None]:
         raise ConfigError(f"{folder}: {error}") from error
 
 
-def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):
+def model_weights(
+    context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str
+) -> Generator[tuple[str, Sliceable]]:
     """The tensors of a checkpoint, or random ones."""
     if load_format == "dummy":
         return dummy_weights(shapes, context.dtype, context.device, seed=context.config.model.random_seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ DTYPES = {
 """torch dtypes by safetensors' names."""
 
 
-def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[tuple[str, FileTensor | UnreadableTensor]]:
+def safetensors_weights(folder: str | Path, progress: bool = True) -> Generator[tuple[str, FileTensor | UnreadableTensor]]:
     """Every tensor of a checkpoint folder, unread, with a progress bar in bytes; the tensors of a file in the order of their bytes.
 
     Raises:
@@ -46,7 +46,7 @@ def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[t
 
 def dummy_weights(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Generator[tuple[str, torch.Tensor]]:
     """Random weights that depend only on the seed and the order of `shapes`: norms one, biases and `d2t` zero, others normal, std 0.02.
 
     The variance of the residual stream then stays bounded, so activations are finite at any depth. Quantised weights are random in their

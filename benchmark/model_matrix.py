@@ -65,7 +65,8 @@ def _title(mode: str, rows: list[dict[str, Any]]) -> str:
     if mode == "plain" or case is None:
         return mode
     name = "EAGLE-3" if case.algorithm == "EAGLE3" else case.algorithm
-    return f"{name}, synthetic accept length {mode.removeprefix('accept-')}"
+    depth = f" with {case.steps} drafts in every step" if case.fixed else ""
+    return f"{name}{depth}, synthetic accept length {mode.removeprefix('accept-')}"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -76,6 +77,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     for mode in modes:
         if mode != "plain" and any(("plain", c) in by for c in columns):
             lines.append([f"{mode} / plain", *(_ratio(by.get((mode, c)), by.get(("plain", c))) for c in columns)])
+    lines += [[f"tokens per step, {mode}", *(_accepted(by.get((mode, c))) for c in columns)] for mode in modes if mode != "plain"]
     lines += [
         [f"distinct experts of a layer, {mode}", *(_experts(by.get((mode, c))) for c in columns)]
         for mode in modes
@@ -97,6 +99,11 @@ def _ratio(row: dict[str, Any] | None, plain: dict[str, Any] | None) -> str | No
     if not row["server_flags"].startswith(plain["server_flags"]):  # the servers had different `--flags`
         return None
     return f"{row['output_throughput'] / plain['output_throughput']:.2f}x"
+
+
+def _accepted(row: dict[str, Any] | None) -> str | None:
+    """The measured accept length: servers choose the depth, so it differs from the synthetic one, which is that of three drafts."""
+    return None if row is None or row["accept_length"] is None else f"{row['accept_length']:.2f}"
 
 
 def _experts(row: dict[str, Any] | None) -> str | None:

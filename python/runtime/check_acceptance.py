@@ -156,7 +156,8 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     running = min(config.scheduler.max_running_requests or most, most)
     sizes = [size for size in default_graph_sizes(running + 1) if size % 2 == 0 or size == 1] if on_cpu else None
     with open_worker(config, model_config, "eager" if on_cpu else None, sizes) as worker:
-        session = Session(worker, config, model_config, prompts, max_new_tokens, bool(speculative.depths))
+        any_depth = bool(speculative.depths) or len(set(worker.parts.depths.limits.values())) == 1
+        session = Session(worker, config, model_config, prompts, max_new_tokens, any_depth)
         if not any(runner.sizes for runner in worker.all_runners):
             raise ConfigError("nothing is captured, so there is nothing to compare; leave --disable-cuda-graph out, or use another backend")
         with eagerly(worker.all_runners, RunMode.EAGER if on_cpu else RunMode.EAGER_PADDED):
@@ -184,7 +185,7 @@ def open_worker(
     from runtime.model_executor.build import build_worker
     from runtime.model_executor.context import BuildOptions
 
-    options = BuildOptions(replay, sizes, with_plain=True)
+    options = BuildOptions(replay, sizes, adaptive=False)
     with ExitStack() as stack:
         if config.parallel.tp_size > 1:
             from runtime.entrypoints.rank import lead
@@ -228,7 +229,7 @@ class Session:
     """Runs the prompts at temperature 0, each time through a scheduler of its own.
 
     Attributes:
-        in_turn: whether iterations run at all depths in turn, because a controller would choose by the clock.
+        in_turn: whether iterations run at all depths in turn, because the size of the batch does not decide which one runs.
     """
 
     worker: Worker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,11 @@ SENTINEL = 977.0
 def runners(worker: Any) -> dict[str, Any]:
     """The graph runners of a worker, by name."""
     return {runner.spec.name.replace(" ", "_"): runner for runner in worker.runners}
+
+
+def drafting(runners: Iterable[Any]) -> list[Any]:
+    """Those of the graph runners of a fixed depth that iterations with drafts use."""
+    return [runner for runner in runners if runner.spec.name != "target decode" and "K=0" not in runner.spec.name]
 
 
 def pools(worker: Any) -> list[Any]:

@@ -379,10 +379,10 @@ def test_a_reference_runs_eagerly_and_ends(tmp_path: Path) -> None:
     worker = speculating(tmp_path, replay="eager", sizes=[8])
     with eagerly(worker.runners):
         run_scratch(worker)
-    assert [r.replayed for r in worker.runners] == [0, 0, 0]
+    assert not any(r.replayed for r in worker.runners)
     assert all(r.size_for(3) == 8 for r in worker.runners)
     with eagerly(worker.runners, RunMode.EAGER):
         assert all(r.size_for(3) == 3 for r in worker.runners)
     run_scratch(worker)
     assert all(r.replayed > 0 for r in worker.runners)
-    assert worker.info().graph_runs[0] == RunnerRuns("verify", replayed=16, eager=16)
+    assert worker.info().graph_runs[0] == RunnerRuns("verify", replayed=11, eager=11)

@@ -36,14 +36,18 @@ def test_the_deepest_depth_that_serves_the_batch_is_chosen() -> None:
     assert [planned(control, size) for size in (0, 1, 2, 3, 8, 9, 32, 33, 256)] == [0, 7, 7, 3, 3, 1, 1, 0, 0]
 
 
-def test_without_a_limit_the_table_has_one_depth() -> None:
-    assert split_batch_sizes(3, None, 8, [1, 2, 4], True) == {3: DepthBatches(8, 8, [1, 2, 4], [1, 2, 4])}
+def test_a_fixed_depth_and_depth_0_serve_all_batches() -> None:
+    both = DepthBatches(8, 8, [1, 2, 4], [1, 2, 4])
+    assert split_batch_sizes(3, None, 8, [1, 2, 4], True) == {3: both, 0: both}
+    table = split_batch_sizes(3, None, 256, [*range(1, 257)], True)
+    assert (table[3].captured, table[3].running, table[0].running) == ([*range(1, 257)], 256, 256)
+    assert table[0].captured == [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256], "few sizes, because batches without drafts are rare"
     assert split_batch_sizes(0, None, 8, [], True) == {0: DepthBatches(8, 8, [], [1, 8])}
 
 
 def test_larger_batches_run_at_depth_0() -> None:
     table = split_batch_sizes(3, 4, 16, [1, 2, 8, 16], True)
-    assert table == {3: DepthBatches(4, 8, [1, 2, 8], [1, 2, 8]), 0: DepthBatches(16, 16, [8, 16], [8, 16])}
+    assert table == {3: DepthBatches(4, 8, [1, 2, 8], [1, 2, 8]), 0: DepthBatches(16, 16, [1, 2, 8, 16], [1, 2, 8, 16])}
 
 
 def test_a_forced_depth_ends_with_its_context() -> None:

@@ -476,7 +476,7 @@ def test_the_branches_of_a_pass_have_a_slot_each_and_one_position(tmp_path: Path
 @pytest.mark.parametrize(("algorithm", "steps", "decodes"), [("EAGLE", 1, False), ("EAGLE", 2, True), ("STANDALONE", 1, True)])
 def test_draft_decode_exists_where_the_draft_has_passes_of_its_own(tmp_path: Path, algorithm: str, steps: int, decodes: bool) -> None:
     names = [runner.spec.name for runner in speculating(tmp_path, algorithm, num_steps=steps).runners]
-    assert names == ["verify", *(["draft decode"] if decodes else []), "draft extend"]
+    assert names == ["verify", *(["draft decode"] if decodes else []), "draft extend", "target decode", "draft extend K=0"]
 
 
 @pytest.mark.parametrize("spec", [CHAIN, TREE])

@@ -24,7 +24,7 @@ from runtime.model_executor.parity import check_parity
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver, EveryNth
 from unit.predicting import VOCAB, plain, speculating
-from unit.storm import SIZES, Storm, same_life
+from unit.storm import SIZES, Storm, drafting, same_life
 from unit.test_eagle_worker import MIXED
 from unit.test_invariants import NoHostCalls, NoHostReads, unwatched_plan
 from unit.tiny import tiny_runtime, tiny_speculative
@@ -197,7 +197,7 @@ def test_what_iteration_graphs_do_not_cover_runs_as_three(tmp_path: Path, monkey
         {"depth": 1}, {"bounds": np.zeros(3, dtype=np.int32)},
     ]  # fmt: skip
     assert [change for change in changes if serves(graphs, replace(one, **change))] == []
-    for runner in worker.all_runners:
+    for runner in drafting(worker.all_runners):
         with eagerly([runner]):
             assert not serves(graphs, one), "a part that is to run eagerly does"
     assert all(runner.mode is RunMode.REPLAY for runner in worker.all_runners), "capture leaves no mode behind"
@@ -269,7 +269,7 @@ def test_all_passes_of_an_iteration_must_have_graphs(tmp_path: Path, monkeypatch
     assert not build(tmp_path, "NGRAM").iteration_runners, "drafts are looked up on the host"
     monkeypatch.setattr(iteration_graph, "MAX_REQUESTS", 2)
     worker = build(tmp_path)
-    assert [runner.sizes for runner in worker.iteration_runners] == [[1, 2]]
+    assert [runner.sizes for runner in worker.iteration_runners] == [[1, 2], [1, 2]]
     on_gpu = IterationGraphs(worker.parts.iterations._stages, [3], GraphOptions(cuda=True, node_bytes=H200.graph_node_bytes))
     assert not on_gpu.runners, "torch_native plans on the host"
 
@@ -277,7 +277,7 @@ def test_all_passes_of_an_iteration_must_have_graphs(tmp_path: Path, monkeypatch
 def test_the_check_at_start_up_finds_a_faulty_iteration_graph(tmp_path: Path) -> None:
     worker = build(tmp_path)
     check_parity(worker)
-    (runner,) = worker.iteration_runners
+    runner = worker.parts.iterations.runners[3]
     for key, replay in list(runner._replays.items()):
 
         def forgetful(replay: Any = replay) -> None:

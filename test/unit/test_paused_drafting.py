@@ -446,21 +446,22 @@ def test_thresholds_need_drafts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "padding", "few", "many"),
+    ("sizes", "padding", "few", "without"),
     [
-        ([1, 2, 4, 8, 16], True, [1, 2, 4], [8, 16]),
-        ([1, 2, 8, 16], True, [1, 2, 8], [8, 16]),
-        ([1, 2, 8, 16], False, [1, 2], [8, 16]),
-        ([1, 2], True, [1, 2], []),
+        ([1, 2, 4, 8, 16], True, [1, 2, 4], [1, 2, 4, 8, 16]),
+        ([1, 2, 3, 4, 5, 6, 7, 8], True, [1, 2, 3, 4], [1, 2, 4, 5, 6, 7, 8]),
+        ([1, 2, 8, 16], True, [1, 2, 8], [1, 2, 8, 16]),
+        ([1, 2, 8, 16], False, [1, 2], [1, 2, 8, 16]),
+        ([1, 2], True, [1, 2], [1, 2]),
         ([16], True, [16], [16]),
     ],
 )
-def test_graph_sizes_are_split_by_depth(tmp_path: Path, sizes: list[int], padding: bool, few: list[int], many: list[int]) -> None:
+def test_graph_sizes_are_split_by_depth(tmp_path: Path, sizes: list[int], padding: bool, few: list[int], without: list[int]) -> None:
     worker = pausing(tmp_path, "chain", 4, "eager", sizes, cuda_graph_padding=padding, max_running_requests=16)
     by_name = {runner.spec.name: runner for runner in worker.runners}
     assert list(by_name) == ["verify", "draft decode", "draft extend", "target decode", "draft extend K=0"]
     for name, runner in by_name.items():
-        assert runner.sizes == (many if name in ("target decode", "draft extend K=0") else few), name
+        assert runner.sizes == (without if name in ("target decode", "draft extend K=0") else few), name
     assert by_name["verify"].buffers["logits"].shape[0] == 4 * max(4, *few), "no larger than it is used"
     assert by_name["target decode"].buffers["logits"].shape[0] == 16
 
@@ -469,9 +470,8 @@ def test_graph_sizes_are_split_by_depth(tmp_path: Path, sizes: list[int], paddin
 def test_a_limit_above_admission_never_disables_drafting(tmp_path: Path, caplog: pytest.LogCaptureFixture, above: int) -> None:
     with caplog.at_level("INFO"):
         worker = pausing(tmp_path, "chain", above, max_running_requests=8)
-    assert "drafting is never disabled: at most 8 requests run at once" in caplog.text
-    assert len(worker.runners) == 3
-    assert worker.parts.depths.limits == {3: 8}
+    assert "batches are never too large for drafts: at most 8 requests run at once" in caplog.text
+    assert worker.parts.depths.limits == {3: 8, 0: 8}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -247,7 +247,8 @@ class ServerArgs:
     """Score all tokens with the 16-bit weights of a draft's LM head; by default a copy in 8 bits selects the tokens to score on a GPU of
     the Hopper generation, if that is faster."""
     speculative_synthetic_accept_length: str | None = _flag(SPECULATION, None, "X")
-    """For benchmarks: accept X tokens per step on average; with commas, one acceptance probability per position."""
+    """For benchmarks: accept X tokens per step on average; if the depth is auto, X is that of three drafts, and each draft is as likely to
+    be accepted at other depths. With commas, one acceptance probability per position."""
     speculative_check_parity: bool = _flag(SPECULATION, False)
     """Before serving, run prompts eagerly and with every graph; exit if acceptance or text differs."""
 

@@ -87,7 +87,7 @@ def build_worker(
     if config.graphs.head_bounds:
         model.find_bounds()
     drafter = make_drafter(context, model)
-    depths = make_depths(context, drafter, options.with_plain)
+    depths = make_depths(context, drafter)
     parts = make_parts(context, model, drafter, depths)
     autotune(context, parts, depths)
     activations = measure_activations(context, parts)
@@ -100,24 +100,21 @@ def build_worker(
     if followers is not None:
         followers.begin(group)
     if config.speculative is not None and group.rank == 0:
-        prepare_drafting(worker, config.speculative, options.with_plain)
+        prepare_drafting(worker, config.speculative, options.adaptive)
     return worker
 
 
 # ---- runners
 
 
-def make_depths(context: WorkerContext, drafter: Drafter, with_plain: bool) -> dict[int, DepthBatches]:
+def make_depths(context: WorkerContext, drafter: Drafter) -> dict[int, DepthBatches]:
     """The depth table, deepest first."""
     config, spec = context.config, drafter.spec
     most = None if config.speculative is None else config.speculative.disable_by_batch_size
     padding = config.graphs.cuda_graph_padding
     if config.speculative is not None and config.speculative.depths:
         return split_by_depth(config.speculative.depths, most, context.running, context.sizes, padding)
-    depths = split_batch_sizes(spec.shape.num_steps, most, context.running, context.sizes, padding)
-    if with_plain and 0 not in depths:
-        depths[0] = DepthBatches(context.running, context.requests, [], [])
-    return depths
+    return split_batch_sizes(spec.shape.num_steps, most, context.running, context.sizes, padding)
 
 
 def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, depths: dict[int, DepthBatches]) -> WorkerParts:
@@ -417,9 +414,9 @@ def add_info(context: WorkerContext) -> None:
 # ---- checks
 
 
-def prepare_drafting(worker: Worker, config: SpeculativeConfig, with_plain: bool) -> None:
+def prepare_drafting(worker: Worker, config: SpeculativeConfig, adaptive: bool) -> None:
     """Compare graphs with eager passes with --speculative-check-parity, and measure iterations for the depth controller."""
     if config.check_parity:
         check_parity(worker)
-    if config.depths and not with_plain:
+    if config.depths and adaptive:
         start_controller(worker, config.tuning)

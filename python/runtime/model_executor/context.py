@@ -28,13 +28,13 @@ class BuildOptions:
 
     Attributes:
         replay, sizes: how graphs are replayed, and their batch sizes; None: as configured.
-        with_plain: whether depth 0 can be forced, for comparisons with plain decoding.
+        adaptive: whether the depth controller, if there is one, measures iterations and chooses depths.
         timings: times of GEMM kernels; workers that share them choose equal kernels for equal GEMMs.
     """
 
     replay: ReplayKind | None = None
     sizes: list[int] | None = None
-    with_plain: bool = False
+    adaptive: bool = True
     timings: GemmTimings | None = None
 
 

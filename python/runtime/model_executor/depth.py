@@ -59,20 +59,21 @@ class DepthBatches:
 def split_batch_sizes(
     num_steps: int, max_batch_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
 ) -> dict[int, DepthBatches]:
-    """The depth table: K = `num_steps`, and K = 0 if there can be batches of more than `max_batch_with_drafts` requests.
+    """The depth table of a fixed depth: K = `num_steps`, and K = 0 for batches of more than `max_batch_with_drafts` requests and for those
+    of which no request wants drafts.
 
     Args:
         running: maximum number of requests that decode together.
         sizes: batch sizes of graphs.
         padding: whether smaller batches are padded to them.
     """
-    if num_steps == 0 or max_batch_with_drafts is None or max_batch_with_drafts >= running:
-        if max_batch_with_drafts is not None:
-            log.info("drafting is never disabled: at most %d requests run at once", running)
-        return {num_steps: DepthBatches.of(running, list(sizes))}
-    few = captured_up_to(max_batch_with_drafts, sizes, padding)
-    many = [size for size in sorted(sizes) if size > max_batch_with_drafts]
-    return {num_steps: DepthBatches.of(max_batch_with_drafts, few), 0: DepthBatches.of(running, many, max_batch_with_drafts + 1)}
+    if num_steps == 0:
+        return {0: DepthBatches.of(running, list(sizes))}
+    if max_batch_with_drafts is not None and max_batch_with_drafts >= running:
+        log.info("batches are never too large for drafts: at most %d requests run at once", running)
+    most = min(running, max_batch_with_drafts or running)
+    with_drafts = captured_up_to(most, sizes, padding)
+    return {num_steps: DepthBatches.of(most, with_drafts), 0: DepthBatches.of(running, thinned(sizes, most))}
 
 
 def split_by_depth(
@@ -198,7 +199,8 @@ class DepthControl:
         serving = [depth for depth, most in self.limits.items() if live <= most]
         if self._turn is not None:
             self._turn += 1
-            batch.depth = serving[self._turn % len(serving)]
+            turns = serving if len(serving) > 2 else [max(serving), *serving]
+            batch.depth = turns[self._turn % len(turns)]
         elif self.controller is not None and self._fixed is None:
             batch.depth, batch.widths = self._best(self.controller, batch, serving, live)
             return
@@ -320,7 +322,10 @@ class DepthControl:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Within the `with` block, iterations cycle through all depths available for their batch size. For checks."""
+        """Within the `with` block, iterations cycle through all depths available for their batch size. For checks.
+
+        Of two depths the deeper one has two turns: only the drafts of the second one are made from what draft-extend computed.
+        """
         self._turn = -1
         try:
             yield

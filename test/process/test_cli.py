@@ -205,6 +205,11 @@ def test_check_refuses_a_draft_that_does_not_match(model: Path, tmp_path: Path) 
     assert_one_line(launch(*other, "--speculative-algorithm", "STANDALONE"), "vocabulary of 9")
 
 
+def test_check_refuses_to_split_experts_that_do_not_exist(model: Path) -> None:
+    flags = ["--check", "--model", str(model), "--load-format", "dummy", "--device", "cpu", "--tp-size", "2", "--ep-size", "2"]
+    assert_one_line(launch(*flags), "--ep-size", "has no experts")
+
+
 def test_check_refuses_a_pool_for_less_than_one_request(model: Path) -> None:
     small = ["--check", "--model", str(model), "--load-format", "dummy", "--device", "cpu", "--max-total-tokens"]
     assert_one_line(launch(*small, "10"), "--max-total-tokens is 10", "Raise it")

@@ -30,6 +30,11 @@ def values(storage: Storage) -> torch.Tensor:
     return SCHEME.dequantize(storage, torch.float32)
 
 
+def test_transposed_rows_are_quantized_like_a_copy_of_them() -> None:
+    rows = torch.randn(2 * GROUP, 16)
+    assert torch.equal(quantize_groups(rows.T), quantize_groups(rows.T.contiguous()))
+
+
 def test_a_q4_1_file_keeps_its_own_numbers() -> None:
     kind = GGMLQuantizationType.Q4_1
     file = gguf.quants.quantize(random(48, 256).numpy() * 0.3 + 0.05, kind)

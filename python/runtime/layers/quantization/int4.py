@@ -117,7 +117,7 @@ def storage_of(groups: torch.Tensor) -> Storage:
 
 def quantize_groups(rows: torch.Tensor) -> torch.Tensor:
     """Quantise float `rows` [out, in] between the minimum and the maximum of each group: uint8 [out, in / 32 * 20]."""
-    groups = rows.float().unflatten(1, (-1, GROUP))
+    groups = rows.float().contiguous().unflatten(1, (-1, GROUP))  # gpt-oss stores its experts transposed
     minimum = groups.amin(dim=2, keepdim=True).half()
     scale = ((groups.amax(dim=2, keepdim=True) - minimum.float()) / LARGEST_CODE).half()
     smallest = torch.finfo(torch.float32).tiny  # all columns of a group may be equal

@@ -16,6 +16,8 @@ from transformers import (
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     GptOssConfig,
@@ -181,6 +183,17 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         DeepseekV3Config(**COMMON | LATENT | DEEPSEEK_EXPERTS, first_k_dense_replace=1, n_group=2, topk_group=1),
     ),
     "glm4-flash": (Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**COMMON | LATENT | DEEPSEEK_EXPERTS)),
+    "glm4-moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(**COMMON | DEEPSEEK_EXPERTS, head_dim=16, attention_bias=True, use_qk_norm=True, n_group=2, topk_group=1),
+    ),
+    "glm4-moe-without-norms": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **COMMON | DEEPSEEK_EXPERTS | {"n_shared_experts": 2}, first_k_dense_replace=2, norm_topk_prob=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+        ),
+    ),
     "deepseek-biases": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3, attention_bias=True)),
 }
 

@@ -30,8 +30,13 @@ DEFAULTS = {
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
+    return latent_config(fields, layers_with_experts(fields))
+
+
+def layers_with_experts(fields: ConfigFields) -> tuple[bool, ...]:
+    """Whether each layer has experts: all but the first `first_k_dense_replace` have."""
     dense = fields.count("first_k_dense_replace")
-    return latent_config(fields, tuple(layer >= dense for layer in range(fields.num_layers())))
+    return tuple(layer >= dense for layer in range(fields.num_layers()))
 
 
 def latent_config(fields: ConfigFields, sparse: tuple[bool, ...]) -> ModelConfig:
@@ -56,16 +61,20 @@ def latent_config(fields: ConfigFields, sparse: tuple[bool, ...]) -> ModelConfig
     correction = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim)
     scale = (nope_dim + rope_dim) ** -0.5 * correction**2
     latent = LatentConfig(q_rank, fields.positive("kv_lora_rank"), nope_dim, fields.positive("v_head_dim"), scale)
-    # Published checkpoints number the multi-token prediction layer after the model's own layers.
+    return with_mtp(fields, dataclasses.replace(config, latent=latent, moe=experts(fields, sparse)))
+
+
+def with_mtp(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
+    """The architecture with the first multi-token prediction layer of its checkpoint, if it holds any.
+
+    Raises:
+        ConfigError: the field that counts these layers is not of its type.
+    """
+    # Published checkpoints number them after the model's own layers.
     first, held = config.num_layers, fields.count(fields.named("num_mtp_layers", "num_nextn_predict_layers"), 0)
     mtp = MtpConfig(f"model.layers.{first}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
-    return dataclasses.replace(
-        config,
-        latent=latent,
-        moe=experts(fields, sparse),
-        mtp=mtp if held else None,
-        unused_weights=tuple(f"model.layers.{layer}." for layer in range(first, first + max(held, 1))),
-    )
+    unused = tuple(f"model.layers.{layer}." for layer in range(first, first + max(held, 1)))
+    return dataclasses.replace(config, mtp=mtp if held else None, unused_weights=unused)
 
 
 def experts(fields: ConfigFields, sparse: tuple[bool, ...]) -> MoeConfig | None:

@@ -18,6 +18,7 @@ from runtime.models import (
     deepseek,
     gemma4,
     glm4_lite,
+    glm4_moe,
     gpt_oss,
     llama,
     mimo,
@@ -80,9 +81,10 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": gpt_oss,
     "DeepseekV3ForCausalLM": deepseek,
     "Glm4MoeLiteForCausalLM": glm4_lite,
+    "Glm4MoeForCausalLM": glm4_moe,
     "MiMoForCausalLM": mimo,
 }
-MTP_CLASSES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "MiMoForCausalLM")
+MTP_CLASSES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Glm4MoeForCausalLM", "MiMoForCausalLM")
 """The classes whose `parse` may return a `ModelConfig.mtp`."""
 
 

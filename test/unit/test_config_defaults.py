@@ -34,11 +34,13 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 40, "moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True, "decoder_sparse_step": 2,
     "mlp_only_layers": [3],
 }  # fmt: skip
+GROUPED_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32, "n_routed_experts": 32, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 2,
+    "n_group": 4, "topk_group": 2, "norm_topk_prob": False,
+}  # fmt: skip
 LATENT: dict[str, Any] = {
-    **{name: value for name, value in ATTENTION.items() if name != "head_dim"}, "num_key_value_heads": 64, "q_lora_rank": 24,
-    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "moe_intermediate_size": 32,
-    "n_routed_experts": 32, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
-    "norm_topk_prob": False, "rope_interleave": False,
+    **{name: value for name, value in ATTENTION.items() if name != "head_dim"}, **GROUPED_EXPERTS, "num_key_value_heads": 64,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "rope_interleave": False,
 }  # fmt: skip
 KINDS = ["full_attention", *["sliding_attention"] * 6, "full_attention"]
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -73,6 +75,13 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "DeepseekV3ForCausalLM": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}),
     "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", {**LATENT, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5}),
+    "Glm4MoeForCausalLM": (
+        "glm4_moe",
+        {
+            **ATTENTION, **GROUPED_EXPERTS, "first_k_dense_replace": 3, "attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
     "MiMoForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
 }  # fmt: skip
 """For each class, transformers' model type and a file in which as many fields as possible differ from their defaults."""
@@ -161,6 +170,7 @@ def test_every_family_is_compared() -> None:
         ("GptOssForCausalLM", "num_experts", "num_local_experts"),
         ("DeepseekV3ForCausalLM", "num_local_experts", "n_routed_experts"),
         ("Glm4MoeLiteForCausalLM", "num_local_experts", "n_routed_experts"),
+        ("Glm4MoeForCausalLM", "num_local_experts", "n_routed_experts"),
     ],
 )
 def test_the_number_of_experts_has_the_names_of_transformers(architecture: str, alias: str, field: str) -> None:
@@ -211,7 +221,10 @@ DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma4-own-values": {},
     "deepseek-experts": {"n_routed_experts": 16, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
     "glm4-flash": {"routed_scaling_factor": 1.8, "num_experts_per_tok": 4},
-}
+    "glm4-moe-without-norms": {
+        "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 2, "rope_parameters": None,
+    },
+}  # fmt: skip
 """Changes that give the tiny models of these names more of the defaults of their classes."""
 
 

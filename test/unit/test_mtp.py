@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ from runtime.models.registry import build_model
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.registry import make_drafter
 from unit.driver import Driver, EveryNth
-from unit.latent import latent_model
+from unit.latent import MTP, latent_model
 from unit.ranks import ranks
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative
 
@@ -47,11 +48,20 @@ MOE = MoeConfig(
     num_experts=8, top_k=2, intermediate_size=32, scoring="sigmoid", renormalize=True, scaling=1.5, num_groups=2, top_groups=1,
     shared_intermediate_size=32, layers=(False, True, True),
 )  # fmt: skip
+
+
+def glm_model(**changes: object) -> ModelConfig:
+    values: dict[str, object] = {"qkv_bias": True, "qk_norm": True, "rotary_dim": 8, "moe": MOE, "mtp": MTP, "unused_weights": (MTP.prefix,)}
+    return tiny_model(architecture="Glm4MoeForCausalLM", vocab_size=97, **values | changes)
+
+
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "deepseek": latent_model,
     "direct queries": lambda: latent_model(q_rank=None),
     "experts": lambda: latent_model(moe=MOE),
     "mimo": mimo_model,
+    "glm": glm_model,
+    "glm without norms": lambda: glm_model(qkv_bias=False, qk_norm=False, moe=dataclasses.replace(MOE, num_groups=1, renormalize=False)),
 }
 
 
@@ -125,19 +135,23 @@ class Definition:
         return F.linear(x, self.t[f"{self.prefix}{name}.weight"], self.t.get(f"{self.prefix}{name}.bias"))
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, heads, size]: neighbours turn together for DeepSeek, halves for MiMo."""
+        """[n, heads, size]: neighbours turn together with latent attention, else the halves of the part that is rotated."""
+        x, rest = x.split((rotated := self.c.rotary_dim or x.shape[-1], x.shape[-1] - rotated), -1)
         n, _, size = x.shape
         turn = torch.polar(torch.ones(n, size // 2), torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size))[:, None]
-        pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2) if self.mimo else x.unflatten(-1, (-1, 2))
-        return torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn).flatten(-2)  # dot products ignore the order
+        pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2) if self.c.latent is None else x.unflatten(-1, (-1, 2))
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn).flatten(-2)  # dot products ignore the order
+        return torch.cat((turned, rest), -1)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
         scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
 
-    def mimo_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def grouped_attention(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, self.c.head_dim)) for name in "qkv")
+        if self.c.qk_norm:
+            q, k = self.norm(q, "self_attn.q_norm"), self.norm(k, "self_attn.k_norm")
         k, v = (part.repeat_interleave(self.c.num_q_heads // self.c.num_kv_heads, 1) for part in (k, v))
         return self.attend(self.rotate(q), self.rotate(k), v)
 
@@ -165,7 +179,7 @@ class Definition:
         kept = torch.zeros(choice.shape[:2], dtype=torch.bool).scatter_(1, best, True)
         ids = choice.masked_fill(~kept[:, :, None], -torch.inf).flatten(1).topk(moe.top_k).indices
         weights = scores.gather(1, ids)
-        weights = weights / weights.sum(1, keepdim=True) * moe.scaling
+        weights = (weights / weights.sum(1, keepdim=True) if moe.renormalize else weights) * moe.scaling
         every = torch.stack([self.mlp(x, f"mlp.experts.{e}.") for e in range(moe.num_experts)], 1)
         chosen = every.gather(1, ids[:, :, None].expand(-1, -1, x.shape[1]))
         return (chosen * weights[:, :, None]).sum(1) + self.mlp(x, "mlp.shared_experts.")
@@ -180,7 +194,7 @@ class Definition:
             parts = self.norm(embeds, "enorm"), self.norm(hidden, "hnorm")
         h = self.linear(torch.cat(parts, -1), "input_proj" if self.mimo else "eh_proj")
         x = self.norm(h, "input_layernorm")
-        h = h + self.linear(self.mimo_attention(x) if self.mimo else self.latent_attention(x), "self_attn.o_proj")
+        h = h + self.linear(self.grouped_attention(x) if self.c.latent is None else self.latent_attention(x), "self_attn.o_proj")
         m = self.norm(h, "post_attention_layernorm")
         h = h + (self.mlp(m, "mlp.") if self.c.moe is None else self.experts(m, self.c.moe))
         last = self.norm(h, "final_layernorm" if self.mimo else "shared_head.norm")
@@ -204,7 +218,9 @@ def test_states_and_logits_follow_the_definition(name: str) -> None:
 
 def test_embedding_and_head_are_the_targets() -> None:
     target, tensors = checkpoint(latent_model())
-    draft = Draft(target, tensors | {"model.layers.3.embed_tokens.weight": torch.zeros(97, 64)}).model
+    # FP8 checkpoints of GLM-4.5 quantise the head that they repeat.
+    repeated = {"embed_tokens.weight": (97, 64), "shared_head.head.weight": (97, 64), "shared_head.head.weight_scale": (97, 1)}
+    draft = Draft(target, tensors | {f"model.layers.3.{name}": torch.zeros(shape) for name, shape in repeated.items()}).model
     assert draft.lm_head is target.lm_head
     own = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("model.layers.3."))
     assert draft.weight_bytes == own + target.config.max_context_len * 8 * 4 + 128 * 8 * 4
@@ -280,9 +296,9 @@ def test_greedy_text_is_that_without_drafts(name: str, spec: str, page: int) -> 
 
 
 @pytest.mark.parametrize("spec", ["chain", "tree"])
-@pytest.mark.parametrize("page", [1, 16])
-def test_shared_prefixes_and_lost_rows_keep_the_text(spec: str, page: int) -> None:
-    model, long = latent_model(), np.random.default_rng(0).integers(0, 97, 40).tolist()
+@pytest.mark.parametrize(("name", "page"), [("deepseek", 1), ("deepseek", 16), ("glm", 16)])
+def test_shared_prefixes_and_lost_rows_keep_the_text(spec: str, name: str, page: int) -> None:
+    model, long = MODELS[name](), np.random.default_rng(0).integers(0, 97, 40).tolist()
     expected = Driver(plain(model)).generate({1: long, 2: [*long[:32], 5, 6]}, 16)
     driver = Driver(drafting(model, {"page_size": page}, **SPECS[spec]))
     driver.prefill({1: long}, chunk=7)

@@ -23,7 +23,10 @@ from runtime.models.draft_head import DraftHead, DraftModel
 from runtime.models.registry import FAMILIES
 from runtime.models.weights import NamedTensors
 
-SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+SHARED = (
+    "embed_tokens.weight", "shared_head.head.weight", "shared_head.head.weight_scale", "shared_head.head.weight_scale_inv",
+    "rotary_emb.inv_freq",
+)  # fmt: skip
 """Suffixes of tensors that a checkpoint repeats for the layer; the target's are used instead."""
 
 

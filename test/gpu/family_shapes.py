@@ -70,6 +70,18 @@ DEEPSEEK: Config = GLM | {
                      "original_max_position_embeddings": 4096},
     "quantization_config": FP8, "num_hidden_layers": 2,
 }  # fmt: skip
+GLM_AIR: Config = FEW | {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": False,
+    "intermediate_size": 10944, "first_k_dense_replace": 1, "n_routed_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "rope_theta": 1000000,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
+    "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+GLM_46: Config = GLM_AIR | {
+    "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+    "max_position_embeddings": 202752,
+}  # fmt: skip
 MIMO: Config = FEW | {
     "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "intermediate_size": 11008, "rope_theta": 640000, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768,
@@ -101,6 +113,8 @@ FAMILIES: dict[str, Family] = {
     "minimax-fp8": Family(MINIMAX, "EAGLE3", _MINIMAX_DRAFT, backends=("fa3",)),
     "mimo": Family(MIMO, "MTP"),
     "glm": Family(GLM, "MTP", backends=LATENT_BACKENDS),
+    "glm-4.5-air": Family(GLM_AIR, "MTP"),
+    "glm-4.6": Family(GLM_46, "MTP", backends=("fa3",)),
     "deepseek-fp8": Family(DEEPSEEK, "MTP", backends=LATENT_BACKENDS),
     "gemma-4": Family(_gemma(sparse=False), "DFLASH", _BLOCK, steps=15, backends=("fa3",)),
     "gemma-4-sparse": Family(_gemma(sparse=True), "DFLASH", _BLOCK | {"hidden_size": 2816}, steps=15, backends=("fa3",)),

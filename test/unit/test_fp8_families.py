@@ -17,6 +17,7 @@ SPARSE_GEMMA4 = {**GEMMA4, **SIZES, "attention_k_eq_v": True, "enable_moe_block"
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MiniMaxM2ForCausalLM": ("minimax-m2", "qwen-block", SIZES),
     "Glm4MoeLiteForCausalLM": ("glm4-flash", "qwen-block", SIZES),
+    "Glm4MoeForCausalLM": ("glm4-moe", "compressed-channel", SIZES),
     "MixtralForCausalLM": ("mixtral", "static-tensor", SIZES),
     "Qwen2MoeForCausalLM": ("qwen2-moe", "compressed-channel", SIZES),
     "MiMoForCausalLM": ("qwen2", "compressed-channel", SIZES),

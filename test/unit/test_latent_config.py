@@ -34,6 +34,18 @@ GLM: dict[str, Any] = {
     "qk_rope_head_dim": 64, "v_head_dim": 256, "rope_theta": 1000000, "max_position_embeddings": 202752, "vocab_size": 154880,
     "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
 }  # fmt: skip
+GLM_AIR: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": False,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1, "rope_theta": 1000000, "rope_scaling": None, "max_position_embeddings": 131072, "vocab_size": 151552,
+    "rms_norm_eps": 1e-5, "eos_token_id": [151329, 151336, 151338], "torch_dtype": "bfloat16",
+}  # fmt: skip
+GLM_46: dict[str, Any] = GLM_AIR | {
+    "hidden_size": 5120, "num_hidden_layers": 92, "use_qk_norm": True, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "n_routed_experts": 160, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "max_position_embeddings": 202752,
+}  # fmt: skip
 MIMO: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 11008, "rope_theta": 640000, "max_position_embeddings": 32768,
@@ -74,6 +86,18 @@ def test_glm_flash() -> None:
     assert named.moe.layers.index(True) == 2
 
 
+@pytest.mark.parametrize(("raw", "norms", "dense"), [(GLM_AIR, False, 1), (GLM_46, True, 3)], ids=["4.5-air", "4.6"])
+def test_glm_with_attention_per_head(raw: dict[str, Any], norms: bool, dense: int) -> None:
+    config, moe = parsed(raw), parsed(raw).moe
+    assert (config.latent, config.head_dim, config.rotary_dim, config.rope_interleaved, config.qk_norm) == (None, 128, 64, False, norms)
+    assert (config.qkv_bias, config.o_bias, config.eos_ids) == (True, False, (151329, 151336, 151338))
+    assert moe is not None
+    assert (moe.num_experts, moe.scaling, moe.layers.index(True)) == (raw["n_routed_experts"], raw["routed_scaling_factor"], dense)
+    assert (moe.scoring, moe.renormalize, moe.shared_intermediate_size) == ("sigmoid", True, raw["moe_intermediate_size"])
+    assert config.mtp is not None
+    assert config.mtp.prefix == f"model.layers.{raw['num_hidden_layers']}."
+
+
 def test_mimo() -> None:
     config = parsed(MIMO)
     assert (config.qkv_bias, config.latent, config.moe, set(config.window)) == (True, None, None, {-1})
@@ -82,14 +106,14 @@ def test_mimo() -> None:
     assert config.mtp.blank_start
 
 
-@pytest.mark.parametrize("raw", [DEEPSEEK, GLM, MIMO], ids=["deepseek", "glm", "mimo"])
+@pytest.mark.parametrize("raw", [DEEPSEEK, GLM, GLM_AIR, MIMO], ids=["deepseek", "glm", "glm-air", "mimo"])
 def test_the_layer_is_ignored_where_the_file_does_not_count_it(raw: dict[str, Any]) -> None:
     config = parsed(raw, num_nextn_predict_layers=0)
     assert config.mtp is None
     assert config.unused_weights, "a checkpoint may hold it all the same"
 
 
-@pytest.mark.parametrize("raw", [DEEPSEEK, GLM, MIMO], ids=["deepseek", "glm", "mimo"])
+@pytest.mark.parametrize("raw", [DEEPSEEK, GLM, GLM_AIR, MIMO], ids=["deepseek", "glm", "glm-air", "mimo"])
 def test_the_layer_is_ignored_where_the_weights_lack_it(tmp_path: Path, raw: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     counted = load_hf_config(tmp_path)
@@ -100,7 +124,7 @@ def test_the_layer_is_ignored_where_the_weights_lack_it(tmp_path: Path, raw: dic
     assert load_hf_config(tmp_path).mtp == counted.mtp
 
 
-@pytest.mark.parametrize("raw", [DEEPSEEK, GLM], ids=["deepseek", "glm"])
+@pytest.mark.parametrize("raw", [DEEPSEEK, GLM, GLM_46], ids=["deepseek", "glm", "glm-4.6"])
 def test_further_layers_for_multi_token_prediction_are_left_out(raw: dict[str, Any]) -> None:
     config, first = parsed(raw, num_nextn_predict_layers=3), raw["num_hidden_layers"]
     assert config.mtp is not None
@@ -132,3 +156,5 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], messa
         parsed(DEEPSEEK, **changes)
     with pytest.raises(ConfigError, match="mlp_layer_types must name dense or sparse for each of 47 layers"):
         parsed(GLM, mlp_layer_types=["dense"])
+    with pytest.raises(ConfigError, match="scoring_func is 'softmax'; only 'sigmoid' is supported"):
+        parsed(GLM_AIR, scoring_func="softmax")

@@ -190,7 +190,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "glm4-moe-without-norms": (
         Glm4MoeForCausalLM,
         Glm4MoeConfig(
-            **COMMON | DEEPSEEK_EXPERTS | {"n_shared_experts": 2}, first_k_dense_replace=2, norm_topk_prob=False,
+            **COMMON | DEEPSEEK_EXPERTS | {"n_shared_experts": 2},
+            first_k_dense_replace=2,
+            norm_topk_prob=False,
             rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
         ),
     ),
@@ -209,6 +211,9 @@ class Checkpoint:
             for parameter in self.reference.parameters():
                 if parameter.dim() == 1:  # biases begin as zeros and norms as ones, which would hide a swapped one
                     parameter.add_(torch.randn_like(parameter) * 0.2)
+            for name, buffer in self.reference.named_buffers():
+                if name.endswith("e_score_correction_bias"):  # zeros too
+                    buffer.add_(torch.randn_like(buffer) * 0.2)
             self.ids = torch.randint(0, VOCAB, (LENGTH,))
             out = self.reference(self.ids[None], output_hidden_states=True)
         self.logits, self.hidden = out.logits[0], out.hidden_states
@@ -384,7 +389,7 @@ def test_wanted_states_of_quantized_weights_have_the_same_bits(tmp_path: Path, f
         assert torch.equal(found, every[wanted]), wanted
 
 
-@pytest.mark.parametrize("family", ["deepseek-experts", "glm4-flash", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["deepseek-experts", "glm4-flash", "glm4-moe", "qwen2-moe"])
 def test_a_shared_expert_computes_the_same_in_the_stack_and_beside_it(tmp_path: Path, family: str) -> None:
     reference = Checkpoint(family, tmp_path)
     stacked, beside = loaded(tmp_path), loaded(tmp_path, fuse_shared=False)

@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
+from runtime.config.quant_config import QuantConfig
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.registry import build_backend
@@ -27,12 +31,13 @@ from runtime.models.config import ModelConfig, MoeConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.mimo import MTP as MIMO_MTP
 from runtime.models.mtp import MtpDraft, mtp_config
-from runtime.models.registry import build_model
+from runtime.models.registry import build_model, load_hf_config
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.registry import make_drafter
 from unit.driver import Driver, EveryNth
 from unit.latent import MTP, latent_model
 from unit.ranks import ranks
+from unit.test_quantization import PROJECTION, quantized
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative
 
 CPU = torch.device("cpu")
@@ -51,8 +56,11 @@ MOE = MoeConfig(
 
 
 def glm_model(**changes: object) -> ModelConfig:
-    values: dict[str, object] = {"qkv_bias": True, "qk_norm": True, "rotary_dim": 8, "moe": MOE, "mtp": MTP, "unused_weights": (MTP.prefix,)}
-    return tiny_model(architecture="Glm4MoeForCausalLM", vocab_size=97, **values | changes)
+    values: dict[str, object] = dict(
+        architecture="Glm4MoeForCausalLM", vocab_size=97, qkv_bias=True, qk_norm=True, rotary_dim=8, moe=MOE, mtp=MTP,
+        unused_weights=(MTP.prefix,),
+    )  # fmt: skip
+    return tiny_model(**{**values, **changes})
 
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
@@ -136,7 +144,8 @@ class Definition:
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """[n, heads, size]: neighbours turn together with latent attention, else the halves of the part that is rotated."""
-        x, rest = x.split((rotated := self.c.rotary_dim or x.shape[-1], x.shape[-1] - rotated), -1)
+        rotated = self.c.rotary_dim or x.shape[-1]
+        x, rest = x[..., :rotated], x[..., rotated:]
         n, _, size = x.shape
         turn = torch.polar(torch.ones(n, size // 2), torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size))[:, None]
         pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2) if self.c.latent is None else x.unflatten(-1, (-1, 2))
@@ -214,6 +223,44 @@ def test_states_and_logits_follow_the_definition(name: str) -> None:
     torch.testing.assert_close(got.float(), states, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(draft.model.logits(got), logits, rtol=1e-4, atol=1e-3)
     assert torch.equal(draft.model.greedy(got), logits.argmax(-1))
+
+
+def test_the_layer_of_glm_matches_transformers(tmp_path: Path) -> None:
+    # transformers finds the layer only after the 46 or 92 layers of the published models.
+    raw = Glm4MoeConfig(
+        architectures=["Glm4MoeForCausalLM"], vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=46,
+        first_k_dense_replace=45, num_attention_heads=4, num_key_value_heads=2, head_dim=16, attention_bias=True, use_qk_norm=True,
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2, topk_group=1, routed_scaling_factor=1.5,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    raw.save_pretrained(tmp_path)
+    target, tensors = checkpoint(load_hf_config(tmp_path))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    main = Glm4MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    reference: Any = MtpModel.from_pretrained(main)
+    ids = torch.randint(0, 97, (LENGTH + 1,), generator=torch.Generator().manual_seed(0))
+    hidden = main.model(ids[None, :-1]).last_hidden_state
+    expected = reference.forward_layer(0, hidden, torch.arange(LENGTH)[None], None, input_ids=ids[None, 1:])[0] @ main.lm_head.weight.T
+    draft = Draft(target, tensors)
+    torch.testing.assert_close(draft.model.logits(draft.run(ids[1:], hidden[0], 0, True)), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["experts", "glm"])
+def test_a_layer_stored_in_fp8_follows_the_definition(name: str) -> None:
+    config = dataclasses.replace(MODELS[name](), quant=QuantConfig("fp8", "row", "weight_scale"))
+    target, tensors = checkpoint(dataclasses.replace(config, quant=None))
+    stored, wide = dict(tensors), dict(tensors)
+    for weight in [weight for weight in tensors if PROJECTION.search(weight) and not weight.endswith("eh_proj.weight")]:
+        stored[weight], stored[weight + "_scale"], wide[weight] = quantized(tensors[weight], "channel")
+    target = build_model(config, TorchOps(), torch.float32, CPU)
+    target.load(stored.items())
+    draft = Draft(target, stored)
+    g = torch.Generator().manual_seed(0)
+    ids, hidden = torch.randint(0, 97, (LENGTH,), generator=g), torch.randn(LENGTH, 64, generator=g)
+    states, logits = Definition(config, wide)(ids, hidden)
+    got = draft.run(ids, hidden, 0, True)
+    torch.testing.assert_close(got, states, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(draft.model.logits(got), logits, rtol=1e-3, atol=1e-2)
 
 
 def test_embedding_and_head_are_the_targets() -> None:

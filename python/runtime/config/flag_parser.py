@@ -38,6 +38,7 @@ OTHER_SPELLINGS = {
     ("quantization", "unquant"): "none",
     ("reasoning_parser", "qwen3-thinking"): "qwen3",
     ("tool_call_parser", "qwen"): "qwen25",
+    ("tool_call_parser", "glm45"): "glm47",
 }
 """SGLang's other names of flag values."""
 MISSPELT = 0.8

@@ -1,4 +1,4 @@
-"""Formats that write each parameter between tags: Qwen3-Coder, MiMo, MiniMax-M2 and GLM-4.7."""
+"""Formats that write each parameter between tags: Qwen3-Coder, MiMo, MiniMax-M2 and GLM-4.5 to 4.7."""
 
 from __future__ import annotations
 

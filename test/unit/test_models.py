@@ -116,6 +116,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         LlamaConfig(**COMMON, head_dim=32, rope_parameters={"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}),
     ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**COMMON, tie_word_embeddings=True)),
+    "mimo": (Qwen2ForCausalLM, Qwen2Config(**COMMON)),
     "qwen2-window-on-late-layers": (
         Qwen2ForCausalLM,
         Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=6, max_window_layers=1),
@@ -199,13 +200,16 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "deepseek-biases": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3, attention_bias=True)),
 }
 
+OTHER_CLASSES = {"mimo": "MiMoForCausalLM"}
+"""Classes that transformers lacks, whose layers are those of the family's class."""
+
 
 class Checkpoint:
     """A tiny random model of one family, saved to a folder, and its reference logits."""
 
-    def __init__(self, name: str, folder: Path, **changes: object) -> None:
-        torch.manual_seed(sum(map(ord, name)))
-        cls, config = FAMILIES[name]
+    def __init__(self, family: str, folder: Path, **changes: object) -> None:
+        torch.manual_seed(sum(map(ord, family)))
+        cls, config = FAMILIES[family]
         self.reference: Any = cls(type(config)(**{**config.to_dict(), **changes})).eval()
         with torch.no_grad():
             for parameter in self.reference.parameters():
@@ -219,6 +223,9 @@ class Checkpoint:
         self.logits, self.hidden = out.logits[0], out.hidden_states
         self.folder = folder
         self.reference.save_pretrained(folder)
+        if family in OTHER_CLASSES:
+            file = folder / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [OTHER_CLASSES[family]]}))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -82,10 +82,10 @@ def text_parser(calls: str | None, thinking: str | None = None, opening: Opening
     return TextParser(think, tools, TOOLS, opening, **{**options, **changes})
 
 
-def read(parser: OutputParser, pieces: list[str]) -> Answer:
+def read(parser: OutputParser, pieces: list[str], cut_off: bool = False) -> Answer:
     """Feed text in pieces, one token each."""
     deltas = [delta for piece in pieces for delta in parser.feed(piece, [0] * len(piece.encode()))]
-    return Answer.of([*deltas, *parser.finish()])
+    return Answer.of([*deltas, *parser.finish(cut_off)])
 
 
 def xml(name: str, arguments: dict[str, Any], function: str, end: str, parameter: str, parameter_end: str, line: str = "") -> str:

@@ -18,10 +18,12 @@ class ToolFormat(ABC):
 
     Attributes:
         begins: tags that a call may begin with.
+        plain_begins: those of `begins` that other text may also begin with.
         tags: all tags that may be control tokens; the text given to the parser must include them.
     """
 
     begins: tuple[str, ...]
+    plain_begins: tuple[str, ...] = ()
     tags: tuple[str, ...]
 
     @abstractmethod
@@ -50,11 +52,8 @@ def read_block(reader: Reader, end: str | None, call: Callable[[], Steps[bool]],
             continue
         if not count:
             raise Malformed
-        rest = reader.text[reader.done :]
-        if not ended and not (reader.ended and end is not None and end.startswith(rest.strip())):  # unless the output stopped within `end`
+        if not ended:
             reader.pos = reader.done  # text after the last call is not part of it
-        elif not ended:
-            reader.pos = len(reader.text)
         return reader.accept()
 
 
@@ -73,7 +72,7 @@ def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
         key = yield from take_string(reader)
         yield from reader.expect(":")
         if key == "name" and not begun:
-            name = yield from take_string(reader)
+            name = yield from reader.take_name(take_string(reader))
         elif key in ARGUMENT_KEYS and not begun and given is None:
             given = yield from _read_json_arguments(reader, name)
             begun = given is None

@@ -30,7 +30,7 @@ class Gemma4(ToolFormat):
         """See `ToolFormat`."""
         yield from reader.expect("<|tool_call>")
         yield from reader.expect("call:")
-        name = yield from reader.take_until("{")
+        name = yield from reader.take_name(reader.take_until("{"))
         reader.start_call(name.strip())
         yield from _read_value(reader, 0)
         yield from reader.skip_all(WHITE)
@@ -72,7 +72,7 @@ def _read_object(reader: Reader, depth: int) -> Steps[None]:
         if (yield from reader.skip("}")):
             return members.close()
         quoted = yield from reader.skip(QUOTE)
-        key = yield from reader.take_until(QUOTE if quoted else ":")
+        key = yield from reader.take_until(*((QUOTE,) if quoted else (":", "<tool_call|>")))
         yield from reader.skip(QUOTE)
         yield from reader.expect(":")
         members.key(key.strip())
@@ -86,6 +86,8 @@ def _read_array(reader: Reader, depth: int) -> Steps[None]:
         yield from reader.skip_all(WHITE + ",")
         if (yield from reader.skip("]")):
             return reader.arguments("]")
+        if not (yield from reader.peek()):
+            raise Malformed
         if not first:
             reader.arguments(", ")
         first = False

@@ -106,6 +106,7 @@ class HarmonyParser:
         self._kind: Kind = "content"
         self._decoder = decoder()
         self._call: Steps[None] | None = None
+        self._finished = False
         self.reasoning_tokens = 0
         self._seen: set[Kind] = set()  # kinds that were emitted; the next message of such a kind starts on a new line
         last = max((place for place, token in enumerate(prompt_ids) if token == tokens.start), default=len(prompt_ids) - 1)
@@ -120,8 +121,9 @@ class HarmonyParser:
             self._take(token)
         return self._reader.take_deltas()
 
-    def finish(self) -> list[Delta]:
+    def finish(self, cut_off: bool = False) -> list[Delta]:
         """See `TextParser`."""
+        self._finished, self._reader.cut_off = True, cut_off
         self._end()
         return self._reader.take_deltas()
 
@@ -168,7 +170,7 @@ class HarmonyParser:
         # If the call is malformed, its header is emitted with it.
         self._reader.add(f"{header.removeprefix(ROLE)}{self._spelled[self._tokens.message]}")
         self._reader.pos = len(self._reader.text)
-        self._call = _read_call(self._reader, function[1] if function is not None else "")
+        self._call = self._read_call(function[1] if function is not None else "")
         next(self._call, None)
 
     def _open(self, kind: Kind) -> None:
@@ -199,6 +201,23 @@ class HarmonyParser:
         else:
             self._reader.content(text)
 
+    def _read_call(self, name: str) -> Steps[None]:
+        """Read the message of a call; if it is not a JSON object, emit it as content. The rest of a call that was cut off is dropped."""
+        reader = self._reader
+        reader.begin_calls()
+        before = reader.calls
+        try:
+            yield from read_named_call(reader, name)
+        except Malformed:
+            begun = reader.calls > before or (reader.cut_off and name in reader.tools)
+            if self._finished and reader.ran_out and begun:
+                return reader.drop_rest()
+            reader.emit_as_content()
+        else:
+            yield from reader.skip_all(WHITE)
+            reader.accept()
+        yield from reader.read_until((), reader.content)
+
     @property
     def _shown(self) -> Kind:
         """The kind of delta that the message is emitted as."""
@@ -208,15 +227,3 @@ class HarmonyParser:
         """The text of a header, including its control tokens."""
         decoder = self._new_decoder()
         return "".join(self._spelled.get(token) or decoder.step((token,)) for token in ids)
-
-
-def _read_call(reader: Reader, name: str) -> Steps[None]:
-    """Read the message of a call; if it is not a JSON object, emit it as content."""
-    try:
-        yield from read_named_call(reader, name)
-    except Malformed:
-        reader.emit_as_content()
-    else:
-        yield from reader.skip_all(WHITE)
-        reader.accept()
-    yield from reader.read_until((), reader.content)

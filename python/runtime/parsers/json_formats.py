@@ -30,7 +30,8 @@ class Hermes(ToolFormat):
 class Llama3(ToolFormat):
     """`{"name": "f", "parameters": {...}}`, after `<|python_tag|>` or on its own; a semicolon between calls."""
 
-    begins = ("<|python_tag|>", '{"name"', '{ "name"', '{"type"', '{ "type"')
+    plain_begins = ('{"name"', '{ "name"', '{"type"', '{ "type"')
+    begins = ("<|python_tag|>", *plain_begins)
     tags = ("<|python_tag|>",)
 
     def read(self, reader: Reader) -> Steps[None]:
@@ -61,7 +62,7 @@ class Mistral(ToolFormat):
         elif first == "{":
             yield from read_json_call(reader)
         else:
-            name = yield from reader.take_until("[CALL_ID]", "[ARGS]", "{")
+            name = yield from reader.take_name(reader.take_until("[CALL_ID]", "[ARGS]", "{"))
             if (yield from reader.skip("[CALL_ID]")):
                 yield from reader.take_until("[ARGS]", "{")
             yield from reader.skip("[ARGS]")
@@ -94,11 +95,11 @@ class DeepSeek(ToolFormat):
     def _read_call(self, reader: Reader) -> Steps[bool]:
         if not (yield from reader.skip("<｜tool▁call▁begin｜>")):
             return False
-        name = yield from reader.take_until("<｜tool▁sep｜>")
-        yield from reader.skip("<｜tool▁sep｜>")
         if self.fenced:
-            name = yield from reader.take_until("\n")
-            yield from reader.expect("```json")
+            yield from reader.take_until("<｜tool▁sep｜>")
+            yield from reader.skip("<｜tool▁sep｜>")
+        name = yield from reader.take_name(reader.take_until("\n" if self.fenced else "<｜tool▁sep｜>"))
+        yield from (reader.expect("```json") if self.fenced else reader.skip("<｜tool▁sep｜>"))
         yield from read_named_call(reader, name)
         if self.fenced:
             yield from reader.skip_all(WHITE)

@@ -104,6 +104,8 @@ def _read_escape(reader: Reader, out: Out) -> Steps[None]:
             return out(escape + second)
         out(REPLACEMENT)
         escape = second
+    if reader.ran_out:  # the other half may have followed
+        raise Malformed
     out(REPLACEMENT if _HIGH.fullmatch(escape) or _LOW.fullmatch(escape) else escape)
 
 

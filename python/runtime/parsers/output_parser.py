@@ -67,9 +67,13 @@ class TextParser:
         next(self._steps, None)
         return self._reader.take_deltas()
 
-    def finish(self) -> list[Delta]:
-        """End the output and return the deltas that were held back."""
-        self._reader.ended = True
+    def finish(self, cut_off: bool = False) -> list[Delta]:
+        """End the output and return the deltas that were held back.
+
+        Args:
+            cut_off: whether a limit or a stop string ended the output, not the model.
+        """
+        self._reader.ended, self._reader.cut_off = True, cut_off
         next(self._steps, None)
         return self._reader.take_deltas()
 
@@ -84,28 +88,40 @@ class TextParser:
                 yield from reader.skip(tag)
                 yield from self._read_thinking(thinking, thinking.read(reader))
             elif calls is not None:
-                yield from self._read_calls(calls, reader.content)
+                yield from self._read_calls(calls, tag, reader.content)
+        plain = calls.plain_begins if calls is not None else ()
+        reader.read_partial([tag for tag in tags if tag not in plain], self._content)
 
     def _read_thinking(self, thinking: ThinkFormat, reading: Steps[str | None]) -> Steps[None]:
         """Read thinking and the calls that end it; text that only looks like a call does not end it."""
         before = self._reader.calls
-        while (yield from reading) in thinking.ended_by and self._calls is not None:
-            yield from self._read_calls(self._calls, thinking.out(self._reader))
+        while (tag := (yield from reading)) in thinking.ended_by and tag and self._calls is not None:
+            yield from self._read_calls(self._calls, tag, thinking.out(self._reader))
             if self._reader.calls > before:
                 return
             self._reader.resume_thought()
             reading = thinking.read_rest(self._reader)
 
-    def _read_calls(self, calls: ToolFormat, out: Out) -> Steps[None]:
-        """Read calls, or pass text that only looks like a call to `out`; after the start of a call it is content."""
+    def _read_calls(self, calls: ToolFormat, tag: str, out: Out) -> Steps[None]:
+        """Read calls that begin with `tag`. Text that only looks like a call is passed to `out`; after the start of a call it is content.
+
+        The rest of a call that was cut off is dropped.
+        """
         reader = self._reader
         start, before = reader.base + reader.pos, reader.calls
+        reader.begin_calls()
         try:
             yield from calls.read(reader)
         except Malformed:
+            started = reader.calls > before
+            if reader.ran_out and (started or (reader.cut_off and reader.may_call(tag not in calls.plain_begins))):
+                return reader.drop_rest()
             reader.pos = max(reader.pos, start - reader.base + 1)
-            shown = reader.content if reader.calls > before else out
+            shown = reader.content if started else out
             shown(reader.text[reader.done : reader.pos])
+        else:
+            if reader.ran_out:
+                reader.drop_rest()
 
     def _content(self, text: str) -> None:
         if self._reader.ended and self._reader.calls and text.isspace():

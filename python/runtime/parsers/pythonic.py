@@ -18,7 +18,7 @@ _CLOSING = {")": "(", "]": "[", "}": "{"}
 class Pythonic(ToolFormat):
     """A list of calls whose arguments are keyword arguments with literal values."""
 
-    begins = ("[",)
+    begins = plain_begins = ("[",)
     tags = ()
 
     def read(self, reader: Reader) -> Steps[None]:
@@ -33,12 +33,7 @@ class Pythonic(ToolFormat):
 
 
 def _read_call(reader: Reader) -> Steps[bool]:
-    name = ""
-    while (letter := (yield from reader.peek())) and (letter.isalnum() or letter in "_.-"):
-        name += letter
-        reader.pos += 1
-        if len(name) > MAX_NAME:
-            raise Malformed
+    name = yield from reader.take_name(_take_name(reader))
     if not (yield from reader.skip("(")):
         raise Malformed
     reader.start_call(name)
@@ -47,13 +42,27 @@ def _read_call(reader: Reader) -> Steps[bool]:
         yield from reader.skip_all(WHITE + ",")
         if (yield from reader.skip(")")):
             break
-        key = yield from reader.take_until("=")
-        yield from reader.skip("=")
+        key = yield from reader.take_until("=", ")")
+        if not (yield from reader.skip("=")):
+            raise Malformed
         value = yield from _take_literal(reader)
         arguments.key(key.strip())
         reader.arguments(value)
     arguments.close()
     return True
+
+
+def _take_name(reader: Reader) -> Steps[str]:
+    """Read a function's name. Raises `Malformed` at the end of the text or beyond `MAX_NAME` characters."""
+    name = ""
+    while (letter := (yield from reader.peek())) and (letter.isalnum() or letter in "_.-"):
+        name += letter
+        reader.pos += 1
+        if len(name) > MAX_NAME:
+            raise Malformed
+    if not letter:
+        raise Malformed
+    return name
 
 
 def _take_literal(reader: Reader) -> Steps[str]:

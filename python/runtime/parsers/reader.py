@@ -34,6 +34,8 @@ class Reader:
 
     Attributes:
         ended: whether no more text will arrive.
+        cut_off: whether a limit or a stop string ended the output, not the model.
+        ran_out: whether the text ended where more was expected. What is unread is then empty or a part of a tag.
         calls: number of started calls.
         base: number of output characters before `text`.
         thoughts: start and end offsets of thinking in the output, including its tags; the last end may be None.
@@ -43,10 +45,12 @@ class Reader:
         self.tools = tools
         self.text = ""
         self.pos = self.done = self.base = self.calls = 0
-        self.ended = False
+        self.ended = self.cut_off = self.ran_out = False
         self.thoughts: list[tuple[int, int | None]] = []
         self._new_id = new_id
         self._deltas: list[Delta] = []
+        self._name: str | None = None
+        self._name_start: int | None = None  # an offset in the output
 
     def add(self, text: str) -> None:
         """Append text, and drop the text before `done`."""
@@ -63,6 +67,10 @@ class Reader:
     def accept(self) -> None:
         """Mark the text read so far as syntax, which is not emitted."""
         self.done = self.pos
+
+    def drop_rest(self) -> None:
+        """Read the rest of the text without emitting it."""
+        self.pos = self.done = len(self.text)
 
     def emit_as_content(self) -> None:
         """Emit the text between `done` and `pos` as content."""
@@ -88,6 +96,28 @@ class Reader:
         """Record that thinking did not end."""
         self.thoughts[-1] = (self.thoughts[-1][0], None)
 
+    def begin_calls(self) -> None:
+        """Forget the name and the end of the calls read before."""
+        self.ran_out, self._name, self._name_start = False, None, None
+
+    def take_name(self, reading: Steps[str]) -> Steps[str]:
+        """Read a function's name by `reading`, for `may_call`."""
+        self._name, self._name_start = None, self.base + self.pos
+        self._name = yield from reading
+        return self._name
+
+    def may_call(self, marked: bool) -> bool:
+        """Whether what was read may begin a call of a known function.
+
+        Args:
+            marked: whether it began with a tag. Without a tag, it is a call only once a name begins.
+        """
+        if self._name is not None:
+            return self._name.strip() in self.tools
+        start = self.pos if self._name_start is None else self._name_start - self.base
+        written = self.text[start : self.pos].strip(f'{WHITE}"')
+        return (marked or bool(written)) and any(name.startswith(written) for name in self.tools)
+
     def start_call(self, name: str) -> None:
         """Emit the start of a call. Raises `Malformed` if there is no such function."""
         if name not in self.tools:
@@ -109,6 +139,7 @@ class Reader:
         """The next character; "" at the end."""
         while self.pos == len(self.text):
             if self.ended:
+                self.ran_out = True
                 return ""
             yield
         return self.text[self.pos]
@@ -120,7 +151,9 @@ class Reader:
                 if self.text.startswith(tag, self.pos):
                     return tag
             rest = self.text[self.pos :]
-            if self.ended or not any(tag.startswith(rest) for tag in tags):
+            partial = any(tag.startswith(rest) for tag in tags)
+            self.ran_out |= self.ended and partial
+            if self.ended or not partial:
                 return None
             yield
 
@@ -149,21 +182,37 @@ class Reader:
     def read_until(self, tags: Sequence[str], out: Out, trim: str = "") -> Steps[str | None]:
         """Pass text to `out` up to the first of `tags`, without reading the tag; returns the tag, or None at the end of the text.
 
-        Characters of `trim` directly before a tag are read but not passed on.
+        Characters of `trim` directly before a tag are read but not passed on. At the end of the text, a part of a tag stays unread, with
+        the characters of `trim` before it; see `read_partial`.
         """
         while True:
             place, tag = self._first(tags)
-            end = place if tag or self.ended else place - self._held(tags)
+            end = place if tag else place - self._held(tags)
             body = self.text[self.pos : end]
-            shown = body if self.ended and not tag else body.rstrip(trim) if trim else body
+            shown = body.rstrip(trim) if trim and not (self.ended and end == len(self.text)) else body
             self.pos += len(shown)
             if shown:
                 out(shown)
             if tag:
                 self.pos = place
-            if tag or self.ended:
-                return tag or None
+                return tag
+            if self.ended:
+                self.ran_out = True
+                return None
             yield
+
+    def read_partial(self, tags: Sequence[str], out: Out) -> None:
+        """Read what `read_until` left unread at the end of the text, and pass it to `out`.
+
+        If the output was cut off within one of `tags`, the part of the tag is dropped. A single character may well be text; it is
+        dropped only after a call.
+        """
+        rest = self.text[self.pos :]
+        self.pos = len(self.text)
+        if self.cut_off and max((overlap(rest, tag) for tag in tags), default=0) > (0 if self.calls else 1):
+            self.accept()
+        elif rest:
+            out(rest)
 
     def take_until(self, *tags: str, limit: int = MAX_NAME) -> Steps[str]:
         """Read and return text up to one of `tags`. Raises `Malformed` at the end of the text or beyond `limit` characters."""
@@ -174,6 +223,7 @@ class Reader:
             taken.append(text)
             left -= len(text)
             if left < 0:
+                self.pos += left  # the same position in whatever pieces the text arrives
                 raise Malformed
 
         if (yield from self.read_until(tags, keep)) is None:

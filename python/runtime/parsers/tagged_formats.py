@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from runtime.constrained.structural_tag import ConstString, Format, Tag
@@ -11,10 +12,12 @@ from runtime.parsers.argument_schema import ArgumentSchema, Schema
 from runtime.parsers.argument_types import STRING, typed_json
 from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, members, sequence, text_value
 from runtime.parsers.calls import ArgumentWriter, ToolFormat, read_block
-from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
+from runtime.parsers.reader import WHITE, Malformed, Out, Reader, Steps
 
 MAX_VALUE = 1 << 24
 """Most characters of a value that is not a string; such a value is held back until it is complete."""
+_OPEN_REFERENCE = re.compile(r"&(?:#[0-9]*|#[xX][0-9a-fA-F]*|[^\t\n\f <&#;]{0,32})\Z")
+"""A character reference that the next characters may continue; the longest name has 32 characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ class Tagged(ToolFormat):
     def _read_call(self, reader: Reader) -> Steps[bool]:
         if self.function and not (yield from reader.skip(self.function)):
             return False
-        name = (yield from reader.take_until(*self.name_ends)).strip()
+        name = (yield from reader.take_name(reader.take_until(*self.name_ends))).strip()
         yield from reader.skip(self.name_ends[0])
         reader.start_call(name)
         arguments = ArgumentWriter(reader)
@@ -87,9 +90,10 @@ class Tagged(ToolFormat):
         if self.line_breaks:
             yield from reader.skip("\n")
         ends = (f"\n{self.value_end}", self.value_end) if self.line_breaks else (self.value_end,)
-        if types == STRING and not self.escapes:
+        if types == STRING:
             arguments.key(key)
-            yield from arguments.string(lambda out: reader.read_until(ends, out))
+            read = read_unescaped if self.escapes else Reader.read_until
+            yield from arguments.string(lambda out: read(reader, ends, out))
         else:
             value = yield from reader.take_until(*ends, limit=MAX_VALUE)
             arguments.key(key)
@@ -120,6 +124,24 @@ class Tagged(ToolFormat):
             return sequence(Tag(f"{self.key}{name}{self.key_end}{self.value_begin}{line}", value, end), ConstString("\n"))
 
         return sequence(*(members(schema.whole, parameter) or [ConstString("")]))
+
+
+def read_unescaped(reader: Reader, tags: Sequence[str], out: Out) -> Steps[str | None]:
+    """Like `Reader.read_until`, for text with character references; one that is not complete at the end of the text is dropped."""
+    held = ""
+
+    def unescape(text: str) -> None:
+        nonlocal held
+        text = held + text
+        open_reference = _OPEN_REFERENCE.search(text)
+        end = open_reference.start() if open_reference else len(text)
+        held = text[end:]
+        out(html.unescape(text[:end]))
+
+    tag = yield from reader.read_until(tags, unescape)
+    if tag:
+        out(html.unescape(held))
+    return tag
 
 
 QWEN3_CODER = Tagged(

@@ -62,10 +62,13 @@ class ThinkFormat:
 
     def read_rest(self, reader: Reader) -> Steps[str | None]:
         """Read begun thinking; see `read`."""
-        tag = yield from reader.read_until((self.end, *self.ended_by), self.out(reader), "\n" if self.separate else "")
+        tags = (self.end, *self.ended_by)
+        tag = yield from reader.read_until(tags, self.out(reader), "\n" if self.separate else "")
         yield from reader.skip(self.end)
         if tag:
             reader.end_thought()
+        else:
+            reader.read_partial(tags, self.out(reader))
         if tag == self.end:
             yield from self._read_edge(reader)
         return tag

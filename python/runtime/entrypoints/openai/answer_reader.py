@@ -39,7 +39,7 @@ class AnswerReader:
         stop_token = finish is not None and isinstance(finish.matched, int)  # has no text, but is among the tokens
         deltas = self._parser.feed(update.text, update.token_ids[:-1] if stop_token else update.token_ids)
         if finish is not None:
-            deltas += self._parser.finish()
+            deltas += self._parser.finish(cut_off=finish.reason != "stop" or isinstance(finish.matched, str))
         deltas = self._wanted(deltas, last=finish is not None)
         if finish is not None and finish.reason == "stop" and self._has_calls(finish):
             finish = ChatFinish("tool_calls", finish.matched)

@@ -279,7 +279,7 @@ def test_a_checkpoint_without_the_layer_is_refused() -> None:
     del tensors["model.layers.3.eh_proj.weight"]
     with pytest.raises(ConfigError, match=r"lacks model\.layers\.3\.eh_proj\.weight"):
         draft.load(tensors.items())
-    with pytest.raises(ConfigError, match=r"no layer for multi-token prediction .* --speculative-draft-model-path"):
+    with pytest.raises(ConfigError, match=r"no layer for multi-token prediction .* --speculative-algorithm NGRAM"):
         mtp_config(latent_model(mtp=None))
 
 

@@ -523,7 +523,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"disable_draft_extend_cuda_graph": True}, HOPPER, ["--disable-draft-extend-cuda-graph", "--speculative-algorithm"]),
         ({"speculative_algorithm": "EAGLE"}, HOPPER, ["--speculative-draft-model-path"]),
         ({**EAGLE, "speculative_algorithm": "MTP"}, HOPPER, ["--speculative-draft-model-path", "MTP"]),
-        ({"speculative_algorithm": "MTP"}, HOPPER, ["multi-token prediction", "--speculative-draft-model-path"]),
+        ({"speculative_algorithm": "MTP"}, HOPPER, ["multi-token prediction", "Use --speculative-algorithm NGRAM, or EAGLE or"]),
         ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"}, HOPPER, ["NGRAM", "--speculative-draft-model-path"]),
         ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2}, HOPPER, ["NGRAM", "--speculative-eagle-topk"]),
         ({**EAGLE, "speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 2}, HOPPER, ["STANDALONE", "--speculative-eagle-topk"]),

@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 from runtime.config.attention import resolve_attention
 from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS, AttentionName
@@ -187,11 +187,22 @@ def _algorithm(args: ServerArgs, model: ModelFacts) -> SpecAlgorithm:
     if args.speculative_draft_model_path is None:
         algorithm = ALGORITHM_CAPS[algorithm].without_folder or algorithm
     if ALGORITHM_CAPS[algorithm].draft == "checkpoint" and not model.has_mtp:
+        _refuse_without_layer(args, algorithm)
+    return algorithm
+
+
+def _refuse_without_layer(args: ServerArgs, algorithm: SpecAlgorithm) -> NoReturn:
+    """Raise `ConfigError` for a checkpoint without a draft of its own. Only an algorithm that `algorithm` replaced takes a draft model."""
+    if args.speculative_algorithm != algorithm:
         raise ConfigError(
             f"--speculative-algorithm {args.speculative_algorithm} without a draft model needs a layer for multi-token prediction, and "
             "this checkpoint holds none that is supported. Name a draft model with --speculative-draft-model-path."
         )
-    return algorithm
+    others = " or ".join(name for name, caps in ALGORITHM_CAPS.items() if caps.draft == "folder")
+    raise ConfigError(
+        f"--speculative-algorithm {algorithm} needs a layer for multi-token prediction, and this checkpoint holds none that is supported. "
+        f"Use --speculative-algorithm NGRAM, or {others} with a draft model."
+    )
 
 
 def _draft_flags() -> list[str]:

@@ -99,8 +99,8 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
     """
     if target.mtp is None:
         raise ConfigError(
-            f"{target.architecture} has no layer for multi-token prediction in this checkpoint. Name a draft model with "
-            "--speculative-draft-model-path, or use --speculative-algorithm NGRAM."
+            f"{target.architecture} has no layer for multi-token prediction in this checkpoint. Use "
+            "--speculative-algorithm NGRAM, or EAGLE with a draft model."
         )
     moe = None if target.moe is None else dataclasses.replace(target.moe, layers=(True,))
     return dataclasses.replace(target, num_layers=1, window=target.window[-1:], moe=moe)

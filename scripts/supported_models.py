@@ -172,7 +172,7 @@ def drafts() -> list[tuple[str, ...]]:
     rows = []
     for name, caps in ALGORITHM_CAPS.items():
         classes = DRAFT_CLASSES[name]
-        flags = ("yes" if flag else "no" for flag in (caps.trees, caps.token_map))
+        flags = ("yes" if flag else "no" for flag in (caps.trees, not caps.no_token_map))
         rows.append((f"`{name}`", DRAFT_PLACES[caps.draft], *flags, classes if isinstance(classes, str) else listed(classes)))
     return rows
 

@@ -18,7 +18,7 @@ class AlgorithmCaps:
         unused_flags: flags that have no effect.
         unused_why: the reason, as a sentence.
         trees: whether drafts may branch.
-        token_map: whether a token map may restrict the drafts.
+        no_token_map: why no token map can restrict the drafts; empty if one can.
         blocks: whether the draft fills blocks, whose size in its checkpoint is the default depth.
         unmixable: why a pass cannot have prompts and decoding requests; empty if it can.
     """
@@ -28,7 +28,7 @@ class AlgorithmCaps:
     unused_flags: tuple[str, ...] = ()
     unused_why: str = ""
     trees: bool = False
-    token_map: bool = False
+    no_token_map: str = ""
     blocks: bool = False
     unmixable: str = ""
 
@@ -41,24 +41,25 @@ _RUNS = (
     "disable_draft_head_candidates",
 )
 ALGORITHM_CAPS: dict[SpecAlgorithm, AlgorithmCaps] = {
-    "EAGLE": AlgorithmCaps(without_folder="MTP", trees=True, token_map=True),
-    "EAGLE3": AlgorithmCaps(trees=True),
+    "EAGLE": AlgorithmCaps(without_folder="MTP", trees=True),
+    "EAGLE3": AlgorithmCaps(trees=True, no_token_map="an EAGLE3 head has its own vocabulary"),
     "MTP": AlgorithmCaps(
         draft="checkpoint",
         unused_flags=_FOLDER,
         unused_why="MTP drafts with a layer of the model's own checkpoint. Leave it out, or use EAGLE.",
         trees=True,
-        token_map=True,
     ),
-    "DFLASH": AlgorithmCaps(blocks=True),
+    "DFLASH": AlgorithmCaps(blocks=True, no_token_map="a DFLASH draft scores all tokens of its LM head, which usually is the target's"),
     "STANDALONE": AlgorithmCaps(
         unused_flags=("disable_draft_head_candidates",),
         unused_why="A standalone draft model scores all tokens with its own weights. Leave it out.",
+        no_token_map="a standalone draft model scores all tokens with its own weights",
     ),
     "NGRAM": AlgorithmCaps(
         draft="none",
         unused_flags=(*_FOLDER, *_RUNS, "speculative_draft_tp_size"),
         unused_why="NGRAM copies from the text so far and has no draft model. Leave it out.",
+        no_token_map="NGRAM copies from the text so far",
         unmixable="NGRAM looks up its drafts between two steps",
     ),
 }

@@ -222,9 +222,9 @@ def _check_draft_source(args: ServerArgs, algorithm: SpecAlgorithm) -> None:
     replaced = caps.without_folder is not None and args.model_path is not None
     if caps.draft == "folder" and args.speculative_draft_model_path is None and not replaced:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")
-    if token_map is not None and not caps.token_map:
-        takers = " and ".join(name for name, own in ALGORITHM_CAPS.items() if own.token_map)
-        raise ConfigError(f"--speculative-token-map works with {takers} only; {algorithm} drafts from its own vocabulary. Leave it out.")
+    if token_map is not None and caps.no_token_map:
+        takers = " and ".join(name for name, own in ALGORITHM_CAPS.items() if not own.no_token_map)
+        raise ConfigError(f"--speculative-token-map works with {takers} only; {caps.no_token_map}. Leave it out.")
     if token_map is not None and not os.path.isfile(token_map):
         raise ConfigError(
             f"--speculative-token-map {token_map} must be a file on this machine in which torch.save wrote a list or a tensor of "

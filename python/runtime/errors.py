@@ -310,6 +310,13 @@ class CompilerBusy(Unavailable):
         super().__init__("The server is compiling other grammars. Try again later.")
 
 
+class GrammarBackendFailed(ServingError):
+    """The server could not load its grammar backend. `reason`: why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"This server cannot follow a grammar, because its grammar backend could not be loaded: {reason.rstrip('.')}.")
+
+
 class ServerDraining(Unavailable):
     """The server is shutting down and takes no new work."""
 

@@ -13,17 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from runtime.constrained import compiler as compiler_module
 from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
-from runtime.constrained.grammar import GrammarBackend, MaskRow, Matcher
+from runtime.constrained.grammar import GrammarBackend, MaskRow, Matcher, allowed_tokens, mask_words
 from runtime.constrained.trial import GrammarTrial, Refusal
 from runtime.constrained.trial_process import TrialProcess
 from runtime.entrypoints.grammar_process import GrammarBackendConfig
-from runtime.errors import CompilerBusy, GrammarError
+from runtime.errors import CompilerBusy, GrammarBackendFailed, GrammarError
 from runtime.sampling_params import GrammarSpec
 from unit.grammars import VOCAB, json_tokenizer, vocabulary
 
@@ -187,6 +188,47 @@ def test_a_fault_of_the_library_refuses_its_grammar_alone() -> None:
     with pytest.raises(GrammarError, match="The compiler failed: ZeroDivisionError"):
         compiler.compile(GrammarSpec("regex", "broken")).future.result(5)
     assert compiler.compile(GrammarSpec("regex", "a")).future.result(5) is not None
+    compiler.close()
+
+
+def test_end_of_text_ids_unknown_to_the_tokenizer_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    folder = str(tokenizer_folder(tmp_path))
+    config = GrammarBackendConfig(name="llguidance", tokenizer_path=folder, eos_ids=(0, VOCAB - 1), vocab_size=VOCAB)
+    compiler = GrammarCompiler(config.load, TrialProcess(config.command))
+    matcher = compiler.compile(GrammarSpec("regex", "a?")).future.result(60)
+    row = np.zeros(mask_words(VOCAB), dtype=np.int32)
+    matcher.fill(row)
+    assert allowed_tokens(row)[[0, VOCAB - 1]].tolist() == [True, False]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"grammars never end a text with the end-of-text ids [{VOCAB - 1}], which the tokenizer does not have"
+    ]
+    compiler.close()
+
+
+def test_a_backend_without_an_end_of_text_token_is_a_fault_of_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = str(tokenizer_folder(tmp_path))
+    config = GrammarBackendConfig(name="llguidance", tokenizer_path=folder, eos_ids=(VOCAB - 1,), vocab_size=VOCAB)
+    compiler = GrammarCompiler(config.load, None)
+    for text in "aba":
+        with pytest.raises(GrammarBackendFailed, match=r"none of the model's end-of-text ids \[419\]\.$") as failed:
+            compiler.compile(GrammarSpec("regex", text)).future.result(60)
+        assert failed.value.status == 500
+    assert caplog.text.count("could not be loaded") == 1
+    compiler.close()
+
+
+def test_a_backend_that_cannot_be_loaded_is_a_fault_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> GrammarBackend:
+        raise ZeroDivisionError("no")
+
+    trials = Trials()
+    compiler = GrammarCompiler(fail, trials)
+    for text in "aba":
+        with pytest.raises(GrammarBackendFailed, match=r"backend could not be loaded: ZeroDivisionError: no\.$"):
+            compiler.compile(GrammarSpec("regex", text)).future.result(5)
+    assert trials.tried == []
+    assert caplog.text.count("could not be loaded") == 1
     compiler.close()
 
 

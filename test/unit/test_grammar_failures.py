@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from runtime.constrained.compiler import GrammarCompiler
-from runtime.constrained.grammar import Matcher
+from runtime.constrained.grammar import GrammarBackend, Matcher
 from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.managers.grammar_queue import GrammarQueue
 from runtime.managers.messages import GenerateReq
@@ -64,6 +64,19 @@ def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(answer: Answer, 
     failed = [end for end in served.ends.values() if end.reason == "abort"]
     assert [(end.status, "the parser gave up" in end.message) for end in failed] == [(400, True)]
     assert sum(end.reason == "stop" for end in served.ends.values()) == 3
+    assert scheduler.stats.num_failed_steps_total == 0
+
+
+def test_a_backend_that_cannot_be_loaded_fails_requests_with_a_grammar_alone(tmp_path: Path) -> None:
+    def fail() -> GrammarBackend:
+        raise ZeroDivisionError
+
+    worker = constrained_worker(tmp_path, None)
+    served, scheduler = serve(worker, mixed_asks(FEW), GrammarCompiler(fail, None))
+    worker.close()
+    for ask in mixed_asks(FEW):
+        end, failed = served.ends[ask.rid], ask.sampling.grammar is not None
+        assert (end.status, end.param, "grammar backend" in end.message) == ((500, None, True) if failed else (0, None, False))
     assert scheduler.stats.num_failed_steps_total == 0
 
 

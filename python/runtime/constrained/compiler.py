@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from runtime.constrained.grammar import GrammarBackend, Matcher
 from runtime.constrained.trial import STACK_MIB
 from runtime.constrained.trial_process import TrialProcess
-from runtime.errors import CompilerBusy, GrammarError, RequestError
+from runtime.errors import CompilerBusy, ConfigError, GrammarBackendFailed, GrammarError, ServingError
 from runtime.sampling_params import GrammarSpec
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class Compilation:
 
         Raises:
             GrammarError: it cannot be used.
+            GrammarBackendFailed: no grammar can be used.
             CompilerBusy: other grammars keep the compiler busy.
         """
         if self.future.done():
@@ -80,7 +81,7 @@ class GrammarCompiler:
         self._trials, self._clock = trials, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         usual = threading.stack_size(2 * STACK_MIB << 20)  # what fits a trial's stack must fit here
-        self._backend = self._thread.submit(make_backend)
+        self._backend = self._thread.submit(_load, make_backend)
         threading.stack_size(usual)
         self._cache: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
         self._chars = 0
@@ -113,10 +114,10 @@ class GrammarCompiler:
                 raise CompilerBusy
             translated = (self._trials or backend).translate(spec)
             entry.future.set_result(backend.compile(translated))
-        except RequestError as error:
-            entry.future.set_exception(error)
         except CompilerBusy as error:
             self._forget(entry, spec)
+            entry.future.set_exception(error)
+        except ServingError as error:
             entry.future.set_exception(error)
         except Exception as error:  # a library's fault must not end the thread with the request unanswered
             log.exception("a grammar could not be compiled")
@@ -134,3 +135,16 @@ class GrammarCompiler:
         while len(self._cache) > 1 and (len(self._cache) > MAX_CACHED or self._chars > MAX_CACHED_CHARS):
             spec, _ = self._cache.popitem(last=False)
             self._chars -= len(spec.text)
+
+
+def _load(make_backend: Callable[[], GrammarBackend]) -> GrammarBackend:
+    """The backend. Logs why it cannot be loaded, once for all requests, and raises `GrammarBackendFailed`."""
+    try:
+        return make_backend()
+    except ConfigError as error:
+        failed = GrammarBackendFailed(error.message)
+        log.error("%s", failed)
+        raise failed from error
+    except Exception as error:  # a library's fault must not leave requests unanswered
+        log.exception("the grammar backend could not be loaded")
+        raise GrammarBackendFailed(f"{type(error).__name__}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from multiprocessing.connection import Connection
@@ -16,6 +17,8 @@ from runtime.constrained.vocabulary import Vocabulary
 from runtime.entrypoints.kept_memory import freeze_gc, give_back_memory
 from runtime.errors import ConfigError
 from runtime.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class GrammarBackendConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,14 +35,25 @@ class GrammarBackendConfig(msgspec.Struct, frozen=True, kw_only=True):
         return [sys.executable, "-m", "runtime.entrypoints.grammar_process", msgspec.json.encode(self).decode()]
 
     def load(self) -> GrammarBackend:
-        """Load the tokenizer and the library, which may take seconds. Raises `ConfigError` without a tokenizer."""
+        """Load the tokenizer and the library, which may take seconds.
+
+        Raises:
+            ConfigError: there is no tokenizer, or it has none of the end-of-text tokens.
+        """
         tokenizer = Tokenizer.load(self.tokenizer_path)
-        return make_backend(self.name, vocabulary_of(tokenizer, self.eos_ids, self.vocab_size))
+        vocabulary = vocabulary_of(tokenizer, self.eos_ids, self.vocab_size)
+        unknown = [token for token in self.eos_ids if token not in vocabulary.eos_ids]
+        if not vocabulary.eos_ids:
+            raise ConfigError(f"the tokenizer in {self.tokenizer_path} has none of the model's end-of-text ids {unknown}")
+        if unknown:
+            log.info("grammars never end a text with the end-of-text ids %s, which the tokenizer does not have", unknown)
+        return make_backend(self.name, vocabulary)
 
 
 def vocabulary_of(tokenizer: Tokenizer, eos_ids: tuple[int, ...], vocab_size: int) -> Vocabulary:
-    """What grammar backends need from a tokenizer, for a model with `vocab_size` token ids."""
-    return Vocabulary(tokenizer.definition, vocab_size, eos_ids, tokenizer.special_tokens, tokenizer.token_bytes)
+    """What grammar backends need from a tokenizer, for a model with `vocab_size` token ids. Leaves out unknown `eos_ids`."""
+    known = tuple(filter(tokenizer.has_id, eos_ids))
+    return Vocabulary(tokenizer.definition, vocab_size, known, tokenizer.special_tokens, tokenizer.token_bytes)
 
 
 def main(argument: str) -> None:

@@ -243,6 +243,10 @@ class Tokenizer:
         """Return the id of the token with this text, or None."""
         return self._hf.token_to_id(text)
 
+    def has_id(self, token_id: int) -> bool:
+        """Return whether a token has this id."""
+        return self._hf.id_to_token(token_id) is not None
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, for log-probabilities. An incomplete character becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")

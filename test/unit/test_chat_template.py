@@ -100,6 +100,12 @@ def test_kwargs_reach_the_template(tmp_path: Path) -> None:
     assert not tokenizer.render_chat(chat, template_kwargs={"enable_thinking": True}).endswith("</think>")
 
 
+def test_control_tokens_inside_template_variables_stay_text(tmp_path: Path) -> None:
+    tokenizer = _tokenizer(tmp_path, "{% for n in names %}{{ n.a }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}")
+    ids = tokenizer.encode_chat(CHATS[0], template_kwargs={"names": [{"a": SPECIAL[0]}]})
+    assert not tokenizer.special_ids.intersection(ids)
+
+
 @pytest.mark.parametrize(
     "name", ["messages", "bos_token", "add_generation_prompt", "_private", "not an identifier", "raise_exception", "range"]
 )

@@ -194,7 +194,6 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"chat_template_kwargs": {"a": {"b": 1}}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a": "x" * 2000}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {str(i): 1 for i in range(17)}}, "chat_template_kwargs"),
     ],
@@ -432,3 +431,10 @@ def test_an_empty_array_of_content_stands_beside_calls_only() -> None:
     assert body.messages[1].rendered()["content"] == ""
     with pytest.raises(ValidationError):
         ChatBody.model_validate({"messages": [{"role": "user", "content": []}]})
+
+
+def test_template_variables_take_any_json_value_and_null_is_absent() -> None:
+    given = {"tags": ["a", {"b": None}], "names": {"c": [1, 2.5]}, "enable_thinking": None, "low": -1}
+    body = parse_chat(chat(chat_template_kwargs=given))
+    assert body.template_kwargs() == {"tags": ["a", {"b": None}], "names": {"c": [1, 2.5]}, "low": -1}
+    assert parse_chat(chat(chat_template_kwargs={"thinking": None}, reasoning_effort="none")).template_kwargs()["thinking"] is False

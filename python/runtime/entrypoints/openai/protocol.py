@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from runtime.entrypoints.http.body import MAX_PROMPTS, Body, Choices, Int64, Name, Text, TokenIds, TopLogprobs, Unused, entries, items
 from runtime.entrypoints.http.field_rules import TRUE, any_of, has, lacks
@@ -25,14 +26,18 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 ModelName = Annotated[str, Len(0, 4096)]
 TemplateKwargs = Annotated[
-    dict[str, bool | int | float | Annotated[str, Len(0, 1024)]],
+    dict[
+        str,
+        bool | int | float | Annotated[str, Len(0, 1024)] | Annotated[list[Any], WithJsonSchema({"type": "array"})] | dict[str, Any] | None,
+    ],
     Field(
-        description=f"an object of at most {MAX_TEMPLATE_KWARGS} entries, whose values are true, false, numbers, "
-        "or strings of at most 1024 characters"
+        description=f"an object of at most {MAX_TEMPLATE_KWARGS} entries, whose values are JSON values other than strings of more than "
+        "1024 characters"
     ),
     Field(json_schema_extra={"propertyNames": {"pattern": "^[A-Za-z][A-Za-z0-9_]*$", "not": {"enum": [*sorted(RESERVED)]}}}),
     Len(0, MAX_TEMPLATE_KWARGS),
     entries(MAX_TEMPLATE_KWARGS),
+    AfterValidator(lambda given: {name: value for name, value in given.items() if value is not None}),
 ]
 Prompt = Annotated[
     Text | TokenIds | Annotated[list[Text | TokenIds], items(1, MAX_PROMPTS)],
@@ -139,7 +144,7 @@ class ChatBody(OpenAIBody):
             choice = ToolReference(type="function", function=choice)
         return ToolRequest.of(self.functions, choice, False, "function_call")
 
-    def template_kwargs(self) -> dict[str, bool | int | float | str]:
+    def template_kwargs(self) -> Mapping[str, object]:
         """The variables for the chat template, including `reasoning_effort`, which also determines whether the model thinks."""
         effort = self.reasoning_effort
         if effort is None:

@@ -11,8 +11,9 @@ import jsonschema
 import pytest
 
 from runtime.constrained.compiler import GrammarCompiler
+from runtime.errors import GrammarError
 from runtime.managers.messages import GenerateReq
-from runtime.sampling_params import SamplingParams
+from runtime.sampling_params import GrammarSpec, SamplingParams
 from unit.grammars import Served, constrained_worker, json_tokenizer, make_compiler, serve
 from unit.json_schemas import Schemas
 
@@ -70,3 +71,11 @@ def test_every_finished_text_satisfies_its_schema(tmp_path: Path, schemas: list[
                 validator(json.loads(schema), format_checker=validator.FORMAT_CHECKER).validate(json.loads(text))
     if temperature == 0:
         assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("reference", ["https://example.com/a.json", "other.json"])
+def test_references_to_other_documents_are_refused_in_one_sentence(reference: str) -> None:
+    schema = json.dumps({"properties": {"a": {"$ref": reference}}})
+    with pytest.raises(GrammarError) as refused:
+        make_compiler().compile(GrammarSpec("json_schema", schema)).future.result(60)
+    assert refused.value.message == f"It refers to '{reference}'; only references inside the schema are supported."

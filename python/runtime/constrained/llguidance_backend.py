@@ -142,6 +142,8 @@ def unanchored(regex: str) -> str:
 
 def _sentence(reason: str) -> str:
     """llguidance's message as a short sentence, without positions in the grammar that was generated for it."""
+    if reference := re.search(r"Resource '(.*?)' is not present in a registry", reason):
+        return f"It refers to {reference[1].removeprefix('json-schema:///')[:100]!r}; only references inside the schema are supported."
     text = re.split(r"\n<|; following special tokens|\n +[0-9]+ \| ", reason)[0]
     text = " ".join(re.sub(r"^(at )?[0-9]+\([0-9]+\): (failed to compile JSON schema: )?", "", text).split())[:300]
     return text if text.endswith(".") else f'{text} "".' if text.endswith(":") else f"{text}."

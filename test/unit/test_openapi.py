@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ max_completion_tokens max_tokens messages min_p min_tokens model n presence_pena
 return_cached_tokens_details return_spec_tokens_details return_token_ids
 seed skip_special_tokens speculative_num_steps stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
 user cache_control prompt_cache_retention stream_reasoning
-metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
+background client_metadata conversation_id custom_labels external_trace_header log_metrics no_logs prompt_cache_options routing_key
+session_id stream_interval metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
 TOOLS = "function_call functions parallel_tool_calls reasoning_effort tool_choice tools"
 CONSTRAINED = "ebnf json_schema regex structural_tag"
 OPENAI_CONSTRAINED = """guided_choice guided_decoding_backend guided_grammar guided_json guided_regex response_format
@@ -51,7 +53,7 @@ UNBOUNDED = {"metadata", "prediction", "prompt_cache_key", "rid", "safety_identi
 UNBOUNDED |= {"store", "user", "verbosity", "cache_control", "prompt_cache_retention", "stream_reasoning", "background"}
 UNBOUNDED |= {"conversation_id", "custom_labels", "external_trace_header", "log_metrics", "no_logs", "routing_key"}
 UNBOUNDED |= {"max_tool_calls", "prompt_cache_options", "context_management"}
-UNBOUNDED |= {"guided_decoding_backend"}
+UNBOUNDED |= {"guided_decoding_backend", "client_metadata", "session_id", "stream_interval"}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +111,15 @@ def test_every_documented_field_has_a_type_and_every_number_bounds(spec: dict[st
     assert set(sampling) == set(SAMPLING.split())
     for name, node in sampling.items():
         check_bounds(spec, node, name)
+
+
+def test_fields_that_the_docs_list_as_without_effect_are_in_the_schema(spec: dict[str, Any]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    listed = text.partition("are accepted without effect: ")[2].partition("; outside of chats")[0]
+    names = set(re.findall("`([a-z_]+)`", listed))
+    assert {"conversation_id", "session_id", "background"} <= names
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert names <= set(fields(spec, path))
 
 
 def check_bounds(spec: dict[str, Any], node: dict[str, Any], name: str) -> None:

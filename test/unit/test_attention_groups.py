@@ -22,6 +22,7 @@ from runtime.managers.messages import GenerateReq
 from runtime.managers.schedule_policy import best_group
 from runtime.managers.scheduler import Scheduler
 from runtime.models.config import ModelConfig
+from runtime.models.sharing import check_heads
 from runtime.sampling_params import SamplingParams
 from unit import grammars, test_mtp
 from unit.latent import latent_model
@@ -231,6 +232,25 @@ def test_results_of_groups_arrive_as_they_were_sent() -> None:
     found = codec.decode_result(codec.encode(GroupResult(7, 2, no_tops)))
     assert found.result.logprobs is not None
     assert found.result.logprobs.top.shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tp-size", "3"], "--tp-size 3 cannot share the 4 query and 2 KV heads of LlamaForCausalLM"),
+        (["--tp-size", "2", "--ep-size", "2"], "--ep-size 2: LlamaForCausalLM has no experts"),
+    ],
+)
+def test_ranks_that_cannot_share_the_model_are_refused_before_loading(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(parse([*tiny_model().target_flags, "--device", "cpu", *flags]).args)
+
+
+def test_the_check_before_loading_refuses_what_the_layers_refuse() -> None:
+    latent = latent_model()
+    check_heads(latent, 2)
+    with pytest.raises(ConfigError, match=f"--tp-size 3 cannot share the {latent.num_q_heads} heads"):
+        check_heads(latent, 3)
 
 
 def test_models_without_experts_to_share_are_refused() -> None:

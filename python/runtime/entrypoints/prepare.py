@@ -27,6 +27,7 @@ from runtime.models.dflash_config import read_block_size
 from runtime.models.draft_config import load_draft_config
 from runtime.models.hf_config import recommended_sampling
 from runtime.models.registry import load_hf_config
+from runtime.models.sharing import check_experts, check_heads
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 
@@ -66,6 +67,8 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         raise ConfigError(f"--ep-size: {model_config.architecture} has no experts. Leave it out.")
     if args.kv_cache_dtype == "fp8_e4m3" and model_config.latent is not None:
         raise ConfigError(f"--kv-cache-dtype: {model_config.architecture} stores latent rows, in the model's dtype only. Use auto.")
+    check_heads(model_config, args.tp_size // args.dp_size)
+    check_experts(model_config, args.ep_size)
     draft = find_draft(args, source.kind)
     machine, tuning = probe(), None if args.speculative_tuning is None else read_tuning(args.speculative_tuning)
     config = fitted(resolve(args, machine, facts, draft, tuning), machine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from runtime.distributed.parallel_group import WHOLE, Shard
-from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.latent_attention import LatentAttention
 from runtime.layers.latent_heads import LatentHeads
@@ -11,6 +10,7 @@ from runtime.layers.linear import Partition
 from runtime.layers.norm import RMSNorm
 from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.parts import ModelParts
+from runtime.models.sharing import check_layer_heads
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms over latents, whatever config.json says."""
@@ -47,8 +47,7 @@ def latent_attention(parts: ModelParts, prefix: str, layer_id: int) -> LatentAtt
 def _heads(parts: ModelParts, prefix: str) -> LatentHeads:
     c, latent, group = parts.config, parts.config.latent, parts.context.group
     assert latent is not None, "a model with latent attention"
-    if c.num_q_heads % group.size:
-        raise ConfigError(f"--tp-size {group.size} cannot share the {c.num_q_heads} heads of {c.architecture}. Use a divisor of it.")
+    check_layer_heads(c, group.size)
 
     def norm(name: str, width: int) -> RMSNorm:
         return RMSNorm(parts.weights.tensor(f"{prefix}{name}_layernorm.weight", (width,)), LATENT_EPS)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from runtime.distributed.parallel_group import Shard
-from runtime.errors import ConfigError
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention_layer import Attention, AttentionLayer
@@ -23,6 +22,7 @@ from runtime.models.block import Block
 from runtime.models.config import ModelConfig
 from runtime.models.context import ModelContext
 from runtime.models.rotary import build_rope
+from runtime.models.sharing import check_layer_heads
 from runtime.models.sparse import SparseNames, SparseParts
 from runtime.models.weights import WeightTable
 
@@ -118,14 +118,10 @@ class ModelParts:
             ConfigError: the heads cannot be sharded over this many ranks.
         """
         c, group = self.config, self.context.group
+        check_layer_heads(c, group.size)
         per_kv, copies = c.num_q_heads // c.num_kv_heads, group.size // c.num_kv_heads
         if c.num_kv_heads >= group.size:
             return Shard(group.rank, group.size, per_kv * c.head_dim), Shard(group.rank, group.size, c.head_dim)
-        if group.size % c.num_kv_heads or per_kv % copies:
-            raise ConfigError(
-                f"--tp-size {group.size} cannot share the {c.num_q_heads} query and {c.num_kv_heads} KV heads of {c.architecture}. "
-                f"Use at most {c.num_kv_heads}, or a multiple of it that divides {c.num_q_heads}."
-            )
         return Shard(group.rank, group.size, c.head_dim), Shard(group.rank // copies, c.num_kv_heads, c.head_dim)
 
     def gated_mlp(self, prefix: str, activation: Activation = Activation.SILU) -> GatedMlp:

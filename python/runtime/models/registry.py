@@ -34,6 +34,7 @@ from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import read_hf_config
 from runtime.models.quant_fields import read_quantization
+from runtime.models.sharing import check_experts
 
 if TYPE_CHECKING:
     import torch
@@ -162,9 +163,7 @@ def build_model(
     from runtime.models.context import ModelContext
     from runtime.models.decoder import DecoderModel
 
-    if ep_size > 1 and (config.moe is None or config.moe.num_experts % ep_size):
-        count = "no experts" if config.moe is None else f"{config.moe.num_experts} experts"
-        raise ConfigError(f"--ep-size {ep_size}: {config.architecture} has {count}; use a divisor of their number, or leave the flag out.")
+    check_experts(config, ep_size)
     family = family_of(config.architecture, "the model")
     quant = with_flag(config.quant, quantization)
     scheme = quant_scheme(quant, quantization)

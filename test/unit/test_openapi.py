@@ -233,3 +233,14 @@ def test_operations_with_get_and_post_list_both(spec: dict[str, Any]) -> None:
     for path in ("/flush_cache", "/start_profile", "/stop_profile"):
         assert set(spec["paths"][path]) == {"get", "post"}
     assert not spec["paths"]["/start_profile"]["post"]["requestBody"]["required"]
+
+
+def test_both_messages_about_the_output_length_name_the_context() -> None:
+    async def check() -> None:
+        async with front() as f:
+            longest = f.manager.max_context_len
+            for tokens, bound in ((0, f"between 1 and {longest}"), (longest + 1, f"at most {longest}")):
+                answer = await f.client.post("/v1/chat/completions", json={"messages": HI, "max_tokens": tokens})
+                assert bound in answer.json()["error"]["message"]
+
+    asyncio.run(check())

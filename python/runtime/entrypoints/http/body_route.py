@@ -46,7 +46,7 @@ class BodyRoute(APIRoute):
             value = await read_json(request, request.app.state.body_limits)
             if request.app.state.strict_request_fields and (names := _unknown(schema, value)):
                 raise UnknownFields(names)
-            response = await until_gone(request, self.endpoint(_validated(model, value)))
+            response = await until_gone(request, self.endpoint(_validated(model, value, request.app.state.max_context_len)))
             if names := _unknown(schema, value):
                 response.headers[IGNORED_HEADER] = ", ".join(names)[:MAX_HEADER_CHARS].rstrip(", ")  # a header must not end with a space
                 _log_once(self.path, names, logged)
@@ -55,15 +55,15 @@ class BodyRoute(APIRoute):
         return route
 
 
-def _validated(model: type[BaseModel], value: object) -> BaseModel:
+def _validated(model: type[BaseModel], value: object, context: int) -> BaseModel:
     """The body. Floats are read as integers if one of them is refused."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
         errors = error.errors()
     if not any(isinstance(one["input"], float) for one in errors):
-        raise BodySchema(model).refusal(errors)
-    return read_body(model, whole_numbers(value))
+        raise BodySchema(model, context).refusal(errors)
+    return read_body(model, whole_numbers(value), context)
 
 
 def whole_numbers(value: Any) -> Any:

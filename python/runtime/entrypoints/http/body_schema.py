@@ -12,24 +12,30 @@ from pydantic import BaseModel, ValidationError
 
 from runtime.entrypoints.http.refused import NO_EFFECT, REFUSED
 from runtime.errors import InvalidField, MissingField, RequestError, UnsupportedField, UnsupportedType
-from runtime.sampling_params import number_limit
+from runtime.sampling_params import MAX_TOKENS, number_limit
 
 Json = dict[str, Any]
 B = TypeVar("B", bound=BaseModel)
+LENGTHS = ("max_completion_tokens", "max_new_tokens", "max_output_tokens", "max_tokens")
+"""Fields that limit the output tokens."""
 
 
-def read_body(model: type[B], value: object) -> B:
-    """Validate a body. Raises `RequestError` with a sentence about the field at fault."""
+def read_body(model: type[B], value: object, context: int = MAX_TOKENS) -> B:
+    """Validate a body. Raises `RequestError` with a sentence about the field at fault. `context`: as for `BodySchema`."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise BodySchema(model).refusal(error.errors()) from None
+        raise BodySchema(model, context).refusal(error.errors()) from None
 
 
 class BodySchema:
-    """The JSON schema of one request body. A `description` completes the sentence "FIELD must be ..."."""
+    """The JSON schema of one request body. A `description` completes the sentence "FIELD must be ...".
 
-    def __init__(self, model: type[BaseModel]) -> None:
+    `context`: the context length, the largest number of output tokens that messages name.
+    """
+
+    def __init__(self, model: type[BaseModel], context: int = MAX_TOKENS) -> None:
+        self._context = context
         self._root: Json = {**_json_schema(model), "description": ""}
         self._definitions: Json = self._root.get("$defs", {})
         self._known_forms: dict[int, list[Json]] = {}
@@ -57,6 +63,8 @@ class BodySchema:
         if error["type"] == "required":
             return MissingField(f"{path}.{error['ctx']['field']}", f"{path}.{error['ctx']['field']}")
         forms, value = self._forms(node), error["input"]
+        if path.rpartition(".")[2] in LENGTHS:
+            forms = [{**form, "maximum": min(form["maximum"], self._context)} if "maximum" in form else form for form in forms]
         if isinstance(value, float) and abs(value) >= 2**64 and value.is_integer() and any(form.get("type") == "integer" for form in forms):
             value = int(value)  # the parser returns large integers as floats
         limit = node.get("description") or " or ".join(dict.fromkeys(map(_limit, forms)))

@@ -7,13 +7,13 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from runtime.entrypoints.http.body_schema import LENGTHS
 from runtime.entrypoints.http.responses import AnthropicError, ErrorBody
 from runtime.managers.tokenizer_manager import TokenizerManager
 
 SCHEMAS = "#/components/schemas/{model}"
 BODY_OPTIONAL = ("/start_profile", "/stop_profile")
 TOKEN_IDS: tuple[str, ...] = ("input", "input_ids", "items", "label_token_ids", "prompt", "query", "stop_token_ids", "tokens")
-LENGTHS: tuple[str, ...] = ("max_completion_tokens", "max_new_tokens", "max_output_tokens", "max_tokens")
 
 
 def describe(app: FastAPI, manager: TokenizerManager) -> None:

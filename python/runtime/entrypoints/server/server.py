@@ -65,6 +65,7 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms)
+    app.state.max_context_len = manager.max_context_len
     app.state.strict_request_fields = config.server.strict_request_fields
     add_routes(app, manager, metrics)
     describe(app, manager)

@@ -63,8 +63,6 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     )
     if args.enable_dp_attention and model_config.moe is None:
         raise ConfigError(f"--enable-dp-attention: {model_config.architecture} has no experts for the groups to share. Leave it out.")
-    if args.ep_size > 1 and model_config.moe is None:
-        raise ConfigError(f"--ep-size: {model_config.architecture} has no experts. Leave it out.")
     if args.kv_cache_dtype == "fp8_e4m3" and model_config.latent is not None:
         raise ConfigError(f"--kv-cache-dtype: {model_config.architecture} stores latent rows, in the model's dtype only. Use auto.")
     check_heads(model_config, args.tp_size // args.dp_size)

@@ -84,7 +84,7 @@ def measure(
     from benchmark.engine_loop import EngineLoop, Served, build
 
     config, worker = build(flags)
-    extend, rows = worker.runners[-1], []
+    extend, rows = worker.parts.drafter.extend[STEPS], []
     for concurrency in concurrencies:
         requests = max(2 * concurrency, min(8 * concurrency, MIN_TOKENS // lens[1]))
         for overlap in overlaps:

@@ -52,7 +52,7 @@ def measure(
     from runtime.model_executor.graph_runner import RunMode
 
     config, worker = build(flags)
-    _, decode, extend = worker.runners
+    decode, extend = worker.parts.drafter.runners(STEPS)
     rows = []
     for overlap in overlaps:
         for name in graphs:

@@ -64,3 +64,8 @@ ALGORITHM_CAPS: dict[SpecAlgorithm, AlgorithmCaps] = {
     ),
 }
 """The algorithms, by the name that `--speculative-algorithm` takes."""
+
+
+def tokens_per_step(num_steps: int, topk: int, num_draft_tokens: int) -> int:
+    """KV positions beyond the committed length that one iteration may write."""
+    return max(num_steps * topk, num_draft_tokens)

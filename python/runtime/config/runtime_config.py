@@ -8,7 +8,7 @@ import msgspec
 
 from runtime.config.attention_caps import AttentionName
 from runtime.config.device_tuning import DeviceTuning, tuning_of
-from runtime.config.draft_algorithms import SpecAlgorithm
+from runtime.config.draft_algorithms import SpecAlgorithm, tokens_per_step
 from runtime.config.machine import Gpu
 from runtime.config.quant_config import Quantization
 from runtime.config.server_args import GrammarBackendName
@@ -194,7 +194,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tokens_per_step(self) -> int:
         """KV positions beyond the committed length that one iteration may write."""
-        return max(self.num_steps * self.topk, self.num_draft_tokens)
+        return tokens_per_step(self.num_steps, self.topk, self.num_draft_tokens)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+from runtime.config.cache import USUAL_TOKENS
 from runtime.config.host_memory import MIB, HostMemory
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import ConfigError
@@ -18,8 +19,6 @@ PROCESSES = 448 * MIB
 """Memory of the processes without weights and KV: HTTP 102 MiB, detokenizer 68, torch in the scheduler 270. Measured on x86-64."""
 SERVING = 128 * MIB
 """Memory of running requests: bodies, answers, activations."""
-MIN_TOKENS = 1024
-"""The smallest number of KV tokens with which a server starts."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _QUANTIZED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 1.25}
 
@@ -56,7 +55,7 @@ def needed_bytes(config: RuntimeConfig, model: ModelConfig) -> int:
         weights = int(max(0, parameters - embedding) * _QUANTIZED_BYTES[config.model.quantization]) + embedding * (size + 1)
     loading = embedding * 4 if parameters else 0  # the largest tensor, before it is converted
     draft = 0 if config.speculative is None else _file_bytes(config.speculative.draft_model_path or "")
-    kv = model.num_layers * model.kv_columns * kv_size * min(model.max_context_len, MIN_TOKENS)
+    kv = model.num_layers * model.kv_columns * kv_size * min(model.max_context_len, USUAL_TOKENS)
     return PROCESSES + SERVING + weights + loading + draft + kv
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from runtime.config.attention_caps import MAX_TREE_BITS
+from runtime.config.draft_algorithms import tokens_per_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class TreeShape:
     @property
     def tokens_per_step(self) -> int:
         """KV positions beyond the committed length that one iteration may write."""
-        return max(self.num_steps * self.topk, self.num_draft_tokens)
+        return tokens_per_step(self.num_steps, self.topk, self.num_draft_tokens)
 
     def at_depth(self, num_steps: int) -> TreeShape:
         """The window at a smaller depth: a shorter chain, or no drafts."""

@@ -149,6 +149,18 @@ def schema_text(schema: str | dict[str, Any]) -> str:
     return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
 
 
+class RoutingFields(Body):
+    """SGLang's fields for routers and logs, which have no effect here."""
+
+    background: Unused = None
+    conversation_id: Unused = None
+    custom_labels: Unused = None
+    external_trace_header: Unused = None
+    log_metrics: Unused = None
+    no_logs: Unused = None
+    routing_key: Unused = None
+
+
 class Constraint(NamedTuple):
     """A grammar of a request: the field that contains it, and its kind and text as in `SamplingParams`."""
 

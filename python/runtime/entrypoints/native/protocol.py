@@ -16,6 +16,7 @@ from runtime.entrypoints.http.body import (
     Choices,
     Int64,
     Name,
+    RoutingFields,
     SamplingFields,
     Text,
     TokenIds,
@@ -85,7 +86,7 @@ class NativeSampling(SamplingFields):
         return self.max_new_tokens == 0
 
 
-class GenerateBody(Body):
+class GenerateBody(RoutingFields):
     """A body of /generate: one prompt or several, as text or as token ids."""
 
     RULES = (one_of(has("text"), has("input_ids")),)
@@ -94,19 +95,12 @@ class GenerateBody(Body):
     input_ids: IdLists | None = None
     sampling_params: NativeSampling | Annotated[list[NativeSampling], items(1, MAX_PROMPTS)] = NativeSampling()
     cache_salt: Name = ""
-    background: Unused = None
-    conversation_id: Unused = None
-    custom_labels: Unused = None
-    external_trace_header: Unused = None
-    log_metrics: Unused = None
     logprob_start_len: PromptStart | Annotated[list[PromptStart], items(1, MAX_PROMPTS)] = -1
     model: ModelName | None = None
-    no_logs: Unused = None
     priority: Int64 = 0
     return_logprob: bool | Annotated[list[bool], items(1, MAX_PROMPTS)] = False
     return_text_in_logprobs: bool = False
     rid: Rid | Annotated[list[Rid], items(1, MAX_PROMPTS)] | None = None
-    routing_key: Unused = None
     stream: bool = False
     top_logprobs_num: TopLogprobs | Annotated[list[TopLogprobs], items(1, MAX_PROMPTS)] = 0
 

@@ -8,7 +8,20 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval, Len
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from runtime.entrypoints.http.body import MAX_PROMPTS, Body, Choices, Int64, Name, Text, TokenIds, TopLogprobs, Unused, entries, items
+from runtime.entrypoints.http.body import (
+    MAX_PROMPTS,
+    Body,
+    Choices,
+    Int64,
+    Name,
+    RoutingFields,
+    Text,
+    TokenIds,
+    TopLogprobs,
+    Unused,
+    entries,
+    items,
+)
 from runtime.entrypoints.http.field_rules import TRUE, any_of, has, lacks
 from runtime.entrypoints.openai.messages import Messages
 from runtime.entrypoints.openai.structured import ConstrainedFields
@@ -55,7 +68,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class OpenAIBody(ConstrainedFields):
+class OpenAIBody(ConstrainedFields, RoutingFields):
     """The fields that chats and completions share."""
 
     RULES = (any_of(lacks(stream_options=lacks(*StreamOptions.model_fields)), has(stream=TRUE)),)
@@ -70,21 +83,14 @@ class OpenAIBody(ConstrainedFields):
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    background: Unused = None
     cache_control: Unused = None
     client_metadata: Unused = None
-    conversation_id: Unused = None
-    custom_labels: Unused = None
-    external_trace_header: Unused = None
-    log_metrics: Unused = None
     metadata: Unused = None
-    no_logs: Unused = None
     prediction: Unused = None
     prompt_cache_key: Unused = None
     prompt_cache_options: Unused = None
     prompt_cache_retention: Unused = None
     rid: Unused = None
-    routing_key: Unused = None
     safety_identifier: Unused = None
     separate_reasoning: Unused = None
     service_tier: Unused = None

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.layers.kernels.pdl import launch_options, pdl_wait_first, starts_early
 from runtime.layers.kernels.sampling import hashed_uniform
 from runtime.layers.random_streams import POSITION_STEP, STREAM_STEP, RandomStream, signed
 from runtime.model_executor.iteration import Iteration
@@ -21,8 +22,9 @@ from runtime.model_executor.request_rows import RequestRows
 @triton.jit(do_not_specialize=["live"])
 def _accept(
     draft, draft_stride, target, kv_lens, rows, accept_lens, tokens, emitted, row_lens, row_tokens, live, vocab_size, K,
-    probabilities, seeds, stream_key, position_step, SYNTHETIC: tl.constexpr, EMITS: tl.constexpr, BLOCK: tl.constexpr,
+    probabilities, seeds, stream_key, position_step, SYNTHETIC: tl.constexpr, EMITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl_wait_first(PDL)
     request = tl.program_id(0)
     j = tl.arange(0, BLOCK)
     row = tl.load(rows + request)
@@ -74,12 +76,13 @@ def accept_chain(
     B, D = draft.shape
     accept_lens = torch.empty(B, dtype=torch.int32, device=draft.device)
     tokens = torch.empty((B, D), dtype=torch.int64, device=draft.device) if emitted is None or D > 1 else emitted
-    emits = emitted is not None and D > 1
+    emits, pdl = emitted is not None and D > 1, starts_early(draft.device)
     _accept[(B,)](
         draft, draft.stride(0), target, iteration.kv_lens, iteration.rows, accept_lens, tokens, emitted if emits else tokens,
         state.kv_lens, state.last_tokens,
         iteration.live, vocab_size, D - 1, target if probabilities is None else probabilities, state.tables.seeds,
         signed(STREAM_STEP * (RandomStream.SYNTHETIC + 1)), signed(POSITION_STEP),
-        SYNTHETIC=probabilities is not None, EMITS=emits, BLOCK=max(triton.next_power_of_2(D + emits), 2), num_warps=1,
+        SYNTHETIC=probabilities is not None, EMITS=emits, BLOCK=max(triton.next_power_of_2(D + emits), 2), PDL=pdl, num_warps=1,
+        **launch_options(pdl),
     )  # fmt: skip
     return accept_lens, tokens

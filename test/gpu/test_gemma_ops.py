@@ -32,11 +32,12 @@ def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
 @pytest.mark.parametrize("hidden", [96, 2816])
 @pytest.mark.parametrize("following", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_normed_rows_are_added_and_the_stream_is_normed(hidden: int, following: bool, scaled: bool) -> None:
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_or_their_norm_are_added_and_the_stream_is_normed(hidden: int, following: bool, scaled: bool, first: bool) -> None:
     x, h = random(5, hidden), random(5, hidden, dtype=torch.float32)
-    norm, next_norm = RMSNorm(random(hidden), 1e-6), RMSNorm(random(hidden + 1)[1:].contiguous(), 1e-5)
+    norm, next_norm = RMSNorm(random(hidden), 1e-6) if first else None, RMSNorm(random(hidden + 1)[1:].contiguous(), 1e-5)
     factor = torch.tensor([0.75], dtype=DTYPE, device=DEVICE) if scaled else None
-    want = (h + rms_norm(x, norm)) * (0.75 if scaled else 1.0)
+    want = (h + (x.float() if norm is None else rms_norm(x, norm))) * (0.75 if scaled else 1.0)
     normed = add_normed_rows(x, norm, h, next_norm if following else None, factor, pdl=False)
     torch.testing.assert_close(h, want, rtol=1e-5, atol=1e-5)
     if following:

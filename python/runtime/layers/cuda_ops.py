@@ -132,7 +132,7 @@ class CudaOps(CudaLatentOps):
         """`norm(h)` [T, hidden] in the model's dtype and its experts; for few rows the router's kernel applies a deferred norm."""
         deferred, rows = stream.deferred, len(stream.h)
         if deferred is None or rows > FEW_ROWS:
-            x = self.norm(stream.h, norm, norm.weight.dtype)
+            x, _ = self._normed(stream, norm, None)
             return x, self.route(x, router)
         assert stream.norm is norm, "another norm was deferred"
         x, scale = torch.empty_like(deferred.scaled), RowScale(deferred.squares, norm.eps)
@@ -292,7 +292,7 @@ class CudaOps(CudaLatentOps):
             if layer.is_partial:  # without the all-reduce, because ranks do not time together
                 return self._linear(x, None, layer, choice)
             added = self._linear_add(x, layer, h, norm, choice)
-            return added if added.deferred is not None else self.norm(h, norm, dtype)
+            return added if added.deferred is not None or added.normed is not None else self.norm(h, norm, dtype)
 
         return lambda choice: lambda call: run(choice, group.linears[call % len(group.linears)])
 
@@ -376,7 +376,8 @@ class CudaOps(CudaLatentOps):
             fused_gemm(x, linear, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred), self.pdl)
             return Stream(h, next_norm, deferred, in_prompt=in_prompt)
         if not self._float32_gemms or not linear.is_dense:
-            return Stream(h.add_(self._many_rows(x, linear, in_prompt)), in_prompt=in_prompt)
+            normed = add_normed_rows(self._many_rows(x, linear, in_prompt), None, h, next_norm, None, self.pdl)
+            return Stream(h, next_norm, normed=normed, in_prompt=in_prompt)
         torch.ops.aten.addmm.dtype_out(h, x, linear.weight.t(), torch.float32, out=h)
         return Stream(h if linear.bias is None else h.add_(linear.bias), in_prompt=in_prompt)
 

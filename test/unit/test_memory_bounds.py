@@ -81,6 +81,11 @@ def test_a_pass_holds_the_longest_prompt_where_none_is_cut() -> None:
     assert make_context(tiny_runtime(chunked_prefill_size=-1, context_length=128, max_prefill_tokens=32)).extend_tokens == 128
 
 
+def test_a_pass_holds_the_largest_chunk() -> None:
+    assert make_context(tiny_runtime(chunked_prefill_size=40, largest_chunk_size=96)).extend_tokens == 96
+    assert make_context(tiny_runtime(chunked_prefill_size=40)).extend_tokens == 40
+
+
 def test_dry_runs_leave_the_rows_as_they_were() -> None:
     worker = plain(None)
     target = worker.parts.target

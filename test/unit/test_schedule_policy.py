@@ -16,6 +16,7 @@ from runtime.managers.prefill_budget import FEW_PROMPTS, PrefillBudget
 from runtime.managers.req import Req
 from runtime.mem_cache.kv_page_manager import RequestPages
 from runtime.sampling_params import SamplingParams
+from unit.tiny import tiny_runtime
 
 LIMITS = WorkerLimits(
     max_total_tokens=1000, max_running_requests=8, max_context_len=100, max_extend_tokens=64, page_size=1, vocab_size=50, tokens_per_step=4
@@ -29,6 +30,11 @@ def req(seq: int, prompt: list[int] | None = None, retracted: bool = False, prio
     made = Req(request, np.array(request.input_ids, dtype=np.int32), seq, (3,), LIMITS.max_context_len, 0.0)
     made.retracted = retracted
     return made
+
+
+def budget_of(chunk: int, most: int, limits: WorkerLimits = LIMITS, prompts: int = 0, waiting: int = 0, **settings: Any) -> PrefillBudget:
+    config = tiny_runtime(chunked_prefill_size=chunk, max_prefill_tokens=most, **settings).scheduler
+    return PrefillBudget.start(config, limits, prompts, waiting)
 
 
 def running(**sampling: Any) -> Req:
@@ -76,11 +82,11 @@ def test_the_youngest_of_lowest_priority_is_retracted() -> None:
     ],
 )
 def test_a_budget_offers_what_fits(chunked: int, wanted: int, first: bool, offered: int) -> None:
-    assert PrefillBudget.start(chunked, 48, LIMITS).offer(wanted, first) == offered
+    assert budget_of(chunked, 48).offer(wanted, first) == offered
 
 
 def test_a_budget_is_the_smallest_of_its_caps_and_runs_out() -> None:
-    budget = PrefillBudget.start(1000, 1000, LIMITS)
+    budget = budget_of(1000, 1000)
     assert budget.left == LIMITS.max_extend_tokens
     budget.take(60)
     assert budget.offer(10, False) == 4
@@ -90,15 +96,24 @@ def test_a_budget_is_the_smallest_of_its_caps_and_runs_out() -> None:
 
 @pytest.mark.parametrize(("prompts", "offered"), [(1, 0), (FEW_PROMPTS, 0), (FEW_PROMPTS + 1, 10)])
 def test_with_few_prompts_a_saturated_step_takes_no_other(prompts: int, offered: int) -> None:
-    budget = PrefillBudget.start(64, 64, replace(LIMITS, saturating_tokens=20), prompts)
+    budget = budget_of(64, 64, replace(LIMITS, saturating_tokens=20), prompts)
     assert budget.offer(19, True) == 19
     budget.take(19)
     assert budget.offer(10, False) == 10, "the device is not saturated yet"
     budget.take(1)
     assert budget.offer(10, False) == offered
-    budget = PrefillBudget.start(64, 64, LIMITS, 1)
+    budget = budget_of(64, 64, LIMITS, 1)
     budget.take(63)
     assert budget.offer(10, False) == 1, "if the saturating size is unknown, as many as fit"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "most", "left"),
+    [(0, 64, 8), (159, 64, 8), (160, 64, 40), (1000, 64, 40), (1000, 30, 30)],
+)
+def test_chunks_are_larger_while_many_tokens_wait(waiting: int, most: int, left: int) -> None:
+    assert budget_of(8, most, waiting=waiting, largest_chunk_size=40).left == left
+    assert budget_of(8, most, waiting=waiting).left == 8, "there is no larger size"
 
 
 def test_the_new_token_ratio_decays_to_a_floor_and_resets() -> None:

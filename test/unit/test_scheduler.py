@@ -129,6 +129,7 @@ class Harness:
         scheduler = self.scheduler
         assert scheduler.idle
         assert not scheduler.groups.only.queue
+        assert scheduler.groups.only.queue.tokens == 0
         assert not scheduler.groups.only.running
         assert scheduler.groups.only.free_rows == self.limits.max_running_requests
         kv_pages = scheduler.groups.only.kv_pages
@@ -173,7 +174,9 @@ def test_a_storm_answers_each_request_as_if_alone_and_leaks_nothing(seed: int) -
     limits, overlap = storm_limits(rng), rng.random() < 0.8
     harness = Harness(
         limits,
-        chunked_prefill_size=rng.choice([-1, 5, 16, 64]),
+        **rng.choice(
+            [{"chunked_prefill_size": size} for size in (-1, 5, 16, 64)] + [{"chunked_prefill_size": 5, "largest_chunk_size": 48}]
+        ),
         schedule_policy=rng.choice(["fcfs", "lpm"]),
         schedule_conservativeness=rng.choice([0.0, 0.3, 1.0]),
         radix_cache=rng.random() < 0.8,
@@ -443,6 +446,17 @@ def test_few_prompts_that_saturate_the_device_run_one_per_step() -> None:
         [8],
     ], "the first of many share a step, the last eight do not"
     assert steps(3, chunked_prefill_size=6) == [[4, 2], [6], [6], [2]]
+
+
+def test_chunks_are_large_while_many_tokens_wait() -> None:
+    harness = Harness(
+        limits_of(max_running_requests=4, max_total_tokens=2048), chunked_prefill_size=8, max_prefill_tokens=32, largest_chunk_size=20
+    )
+    for i in range(4):
+        harness.ask(f"r{i}", [i + j % 30 for j in range(30)], max_new_tokens=1, ignore_eos=True)
+    harness.run_until_idle()
+    assert [len(b.token_ids) for b in harness.worker.batches if b.num_prompts] == [20, 20, 20, 8, 8, 8, 8, 8, 8, 8, 4]
+    harness.check_empty()
 
 
 def test_piggyback_candidates_do_not_keep_short_prompts_apart() -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -411,11 +412,28 @@ def test_pages_hold_a_block_of_keys_where_contexts_are_long(head_dim: int, conte
 def test_uncut_prompts_stay_whole_beside_others(machine: MachineFacts) -> None:
     config = resolve(args(chunked_prefill_size=-1), machine, LLAMA)
     limits = WorkerLimits(1 << 20, 16, config.model.context_length, config.model.context_length, config.cache.page_size, 128256)
-    budget = PrefillBudget.start(config.scheduler.chunked_prefill_size, config.scheduler.max_prefill_tokens, limits)
+    budget = PrefillBudget.start(config.scheduler, limits, waiting=1 << 20)
     assert budget.offer(5000, first=True) == 5000
     budget.take(5000)
     assert budget.offer(5000, first=False) == 0, "it waits, because the rest of the pass is too small"
     assert budget.offer(3000, first=False) == 3000
+
+
+@pytest.mark.parametrize(
+    ("flags", "sparse", "largest"),
+    [
+        ({}, False, 4096),
+        ({}, True, 8192),
+        ({"max_prefill_tokens": 3000}, True, 3000),
+        ({"chunked_prefill_size": 2048}, True, None),
+        ({"chunked_prefill_size": -1}, True, None),
+        ({"enable_mixed_chunk": True}, True, None),
+    ],
+)
+def test_sparse_models_have_the_largest_chunks(flags: dict[str, Any], sparse: bool, largest: int | None) -> None:
+    model = replace(LLAMA, sparse=sparse)
+    assert resolve(args(**flags), HOPPER, model).scheduler.largest_chunk_size == largest
+    assert resolve(args(**flags), CPU, model).scheduler.largest_chunk_size is None
 
 
 def test_max_prefill_tokens_holds_for_uncut_prompts() -> None:

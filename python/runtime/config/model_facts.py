@@ -21,6 +21,7 @@ class ModelFacts:
         dtype: dtype of the stored weights.
         max_context_len, head_dim: shape of the model.
         sinks: whether it has attention sinks.
+        sparse: whether it has routed experts.
         has_mtp: whether the checkpoint has a layer for multi-token prediction.
         embedded: whether it is the embedded model.
         quant: the quantisation of the stored weights; None if they are not quantised.
@@ -35,6 +36,7 @@ class ModelFacts:
     max_context_len: int
     head_dim: int
     sinks: bool = False
+    sparse: bool = False
     has_mtp: bool = False
     embedded: bool = False
     quant: QuantConfig | None = None

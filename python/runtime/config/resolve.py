@@ -48,7 +48,7 @@ def resolve(
         model=served,
         device=device,
         cache=cache,
-        scheduler=resolve_scheduler(args, device, served.context_length, speculative),
+        scheduler=resolve_scheduler(args, device, served.context_length, speculative, sparse=model.sparse),
         graphs=graphs,
         parallel=resolve_parallel(args, device, machine),
         speculative=speculative,

@@ -88,8 +88,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler's options.
 
-    `max_running_requests` is None if the largest graph decides. `chunked_prefill_size` is -1 if prompts are never split. Sizes are in
-    tokens, time-outs in seconds.
+    `max_running_requests` is None if the largest graph decides. `chunked_prefill_size` is -1 if prompts are never split. While many prompt
+    tokens wait, chunks have `largest_chunk_size`, if it is given. Sizes are in tokens, time-outs in seconds.
     """
 
     max_running_requests: int | None
@@ -107,6 +107,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int
     watchdog_timeout: float
     grammar_backend: GrammarBackendName = "llguidance"
+    largest_chunk_size: int | None = None
 
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):

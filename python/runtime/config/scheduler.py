@@ -15,6 +15,9 @@ from runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CUDA_CHUNK, CUDA_PREFILL_TOKENS = 2048, 8192
+DENSE_LARGEST_CHUNK, SPARSE_LARGEST_CHUNK = 4096, 8192
+"""Chunks while many prompt tokens wait. A prompt pass of a sparse model reads all experts, which takes longer than the products of 2048
+tokens."""
 CPU_QUEUED_TOKENS, CUDA_QUEUED_TOKENS = 1 << 19, 1 << 23
 MIN_CHUNK, MAX_CHUNK = 16, 1 << 31
 
@@ -27,9 +30,9 @@ def check_scheduler(args: ServerArgs) -> None:
 
 
 def resolve_scheduler(
-    args: ServerArgs, device: DeviceConfig, context_length: int, speculative: SpeculativeConfig | None
+    args: ServerArgs, device: DeviceConfig, context_length: int, speculative: SpeculativeConfig | None, *, sparse: bool
 ) -> SchedulerConfig:
-    """Choose the sizes that suit the device."""
+    """Choose the sizes that suit the device and the model, which may be `sparse`."""
     chunk = _chunk(args, device.device)
     if args.enable_mixed_chunk and (problem := _unmixable(args, device.attention_backend, speculative)):
         raise ConfigError(f"--enable-mixed-chunk is not possible: {problem}. Leave it out.")
@@ -38,6 +41,7 @@ def resolve_scheduler(
         args,
         max_running_requests=args.max_running_requests or (CPU.max_running_requests if device.device == "cpu" else None),
         chunked_prefill_size=chunk,
+        largest_chunk_size=_largest_chunk(args, device.device, sparse),
         max_prefill_tokens=_prefill_tokens(args, device.device, chunk, context_length),
         max_queued_tokens=args.max_queued_tokens or (CPU_QUEUED_TOKENS if device.device == "cpu" else CUDA_QUEUED_TOKENS),
         overlap=not args.disable_overlap_schedule,
@@ -63,6 +67,14 @@ def _chunk(args: ServerArgs, device: DeviceKind) -> int:
         log.info("chunked prefill size %d: limited by --max-prefill-tokens", args.max_prefill_tokens)
         return args.max_prefill_tokens
     return chunk
+
+
+def _largest_chunk(args: ServerArgs, device: DeviceKind, sparse: bool) -> int | None:
+    """None if the flags fix the chunk size, if decoding requests share prompt steps, which should stay short, and on a CPU."""
+    if device == "cpu" or args.chunked_prefill_size is not None or args.enable_mixed_chunk:
+        return None
+    largest = SPARSE_LARGEST_CHUNK if sparse else DENSE_LARGEST_CHUNK
+    return largest if args.max_prefill_tokens is None else min(largest, args.max_prefill_tokens)
 
 
 def _prefill_tokens(args: ServerArgs, device: DeviceKind, chunk: int, context_length: int) -> int:

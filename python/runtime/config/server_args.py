@@ -175,7 +175,8 @@ class ServerArgs:
     """Threads per CPU operation; default: OMP_NUM_THREADS, or the number of cores, divided among the ranks of a sharded model."""
 
     chunked_prefill_size: int | None = _flag(SCHEDULING, None, "TOKENS")
-    """Prompt tokens per step; longer prompts run in chunks, -1 disables chunking; default: 512 on a CPU, 2048 on CUDA."""
+    """Prompt tokens per step; longer prompts run in chunks, -1 disables chunking; default: 512 on a CPU, 2048 on CUDA, and
+    while many prompt tokens wait 4096, or 8192 with a sparse model."""
     max_prefill_tokens: int | None = _flag(SCHEDULING, None, "TOKENS", bounds=(1, 1 << 31))
     """Maximum prompt tokens, over all requests, that run before a decode step; default: one chunk on a CPU, 8192 on CUDA."""
     enable_mixed_chunk: bool = _flag(SCHEDULING, False)

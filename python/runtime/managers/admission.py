@@ -80,8 +80,8 @@ class Admission:
         prefilling = [req for req in self.running if req.phase is Phase.PREFILLING]
         if not prefilling and not self.queue:
             return None
-        config, prompts = self._config, len(prefilling) + len(self.queue)
-        budget = PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, self._limits, prompts)
+        waiting = self.queue.tokens + sum(req.prefill_len - req.kv_bound for req in prefilling)
+        budget = PrefillBudget.start(self._config, self._limits, len(prefilling) + len(self.queue), waiting)
         plan, decodes, overtaking = StepPlan(), self._piggyback(budget), False
         if prefilling and len(self._rows_by_client.keys() | self.queue.clients) > 1:
             budget.left = min(budget.left, self._limits.saturating_tokens or budget.left)

@@ -31,6 +31,9 @@ class FairQueue:
     The cost of a request is its maximum length in tokens. A client that was idle starts at the current virtual time, so it neither saves up
     time nor waits behind the queue of another. Requests that were retracted because KV memory was full come first, then those with a higher
     `Req.shared_priority`.
+
+    Attributes:
+        tokens: tokens of the waiting requests, including any that the prefix cache has.
     """
 
     def __init__(self) -> None:
@@ -39,6 +42,7 @@ class FairQueue:
         self._forget_above = 0
         self._time = 0.0
         self._size = 0
+        self.tokens = 0
 
     def __len__(self) -> int:
         return self._size
@@ -53,6 +57,7 @@ class FairQueue:
             self._queues[client] = _ClientQueue(max(self._time, self._finished.pop(client, 0.0)))
         insort(self._queues[client].reqs, req, key=policy.queue_key)
         self._size += 1
+        self.tokens += req.length
 
     def remove(self, req: Req) -> None:
         """Remove a request that ended."""
@@ -60,6 +65,7 @@ class FairQueue:
         queue = self._queues[client]
         queue.reqs.remove(req)
         self._size -= 1
+        self.tokens -= req.length
         if not queue.reqs:
             del self._queues[client]
             self._finished[client] = queue.start

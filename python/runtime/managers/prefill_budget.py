@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.batch import WorkerLimits
+from runtime.config.runtime_config import SchedulerConfig
 
+BACKLOG = 4
+"""Steps have the largest chunk while this many such chunks wait.
+
+Large chunks take less time per token, but the first prompts of a chunk wait for its last one, which costs little if many chunks follow.
+"""
 FEW_PROMPTS = 8
 """With more open prompts than this, prompts share steps even if one alone saturates the device.
 
@@ -33,10 +39,19 @@ class PrefillBudget:
     taken: int = 0
 
     @classmethod
-    def start(cls, chunk_size: int, max_tokens: int, limits: WorkerLimits, prompts: int = 0) -> PrefillBudget:
-        """The budget of an empty step, given the number of open `prompts`. With a `chunk_size` below 1 prompts are not split."""
-        left = min(n for n in (chunk_size, max_tokens, limits.max_extend_tokens) if n > 0)
-        return cls(left, chunk_size > 0, limits.max_extend_tokens, limits.saturating_tokens if prompts <= FEW_PROMPTS else 0)
+    def start(cls, config: SchedulerConfig, limits: WorkerLimits, prompts: int = 0, waiting: int = 0) -> PrefillBudget:
+        """The budget of an empty step.
+
+        Args:
+            config: gives the chunk sizes; with a chunk size below 1 prompts are not split.
+            prompts: number of open prompts.
+            waiting: their tokens that have not run.
+        """
+        chunk = config.chunked_prefill_size
+        if config.largest_chunk_size is not None and waiting >= BACKLOG * config.largest_chunk_size:
+            chunk = config.largest_chunk_size
+        left = min(n for n in (chunk, config.max_prefill_tokens, limits.max_extend_tokens) if n > 0)
+        return cls(left, chunk > 0, limits.max_extend_tokens, limits.saturating_tokens if prompts <= FEW_PROMPTS else 0)
 
     def decode_rows(self, tokens_per_step: int) -> int:
         """Number of requests that may decode in a prompt step, in at most half of its tokens; 0 if prompts are not split."""

@@ -86,8 +86,9 @@ class WorkerContext:
 
     @property
     def extend_tokens(self) -> int:
-        """Maximum prompt tokens per step: the chunk size, or the longest prompt without chunking."""
-        chunk = self.config.scheduler.chunked_prefill_size
+        """Maximum prompt tokens per step: the largest chunk, or the longest prompt without chunking."""
+        scheduler = self.config.scheduler
+        chunk = scheduler.largest_chunk_size or scheduler.chunked_prefill_size
         return chunk if chunk > 0 else self.config.model.context_length
 
     @contextmanager

@@ -132,8 +132,8 @@ def positive(text: str) -> int:
 
 
 def numbers(text: str) -> list[int]:
-    """`1,4,16` as a list."""
-    return [positive(part) for part in text.split(",")]
+    """`1,4,16` as a list; `none` is an empty one."""
+    return [] if text == "none" else [positive(part) for part in text.split(",")]
 
 
 def names(text: str) -> list[str]:

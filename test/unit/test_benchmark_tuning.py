@@ -93,6 +93,7 @@ def test_help_shows_purpose_and_command(tool: ModuleType, capsys: pytest.Capture
 
 def test_counts_start_at_one() -> None:
     assert numbers("1,4,16") == [1, 4, 16]
+    assert numbers("none") == []
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from runtime.version import __version__
+
 if TYPE_CHECKING:
     from runtime.entrypoints.engine import Engine
 
-__version__ = "0.1.0"
 __all__ = ["Engine", "__version__"]
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from runtime import __version__
 from runtime import log as logging_setup
 from runtime.check_acceptance import PROMPTS, open_worker, prompt_ids, read_prompts
 from runtime.config.attention_caps import MAX_TREE_BITS
@@ -40,6 +39,7 @@ from runtime.models.config import ModelConfig
 from runtime.models.dflash_config import read_block_size
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.shape_search import Plan, best_plan, chain_plan, tree_plan
+from runtime.version import __version__
 
 if TYPE_CHECKING:
     from runtime.model_executor.worker import Worker

@@ -15,10 +15,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime import __version__
 from runtime.entrypoints.http.auth import OPEN_PATHS, PROBE_PATHS
 from runtime.managers.observers.request_end import RequestEnd
 from runtime.managers.request_context import CURRENT_REQUEST
+from runtime.version import __version__
 
 UNTRACED = OPEN_PATHS | PROBE_PATHS
 PROPAGATOR = TraceContextTextMapPropagator()

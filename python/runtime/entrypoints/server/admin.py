@@ -9,7 +9,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime import __version__
 from runtime.batch import SpeculationChange
 from runtime.config.speculative import DEFAULT_STEPS
 from runtime.config.synthetic_acceptance import synthetic_acceptance
@@ -22,6 +21,7 @@ from runtime.managers.observers.metrics import Metrics
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
+from runtime.version import __version__
 
 GENERATE_SECONDS = 20.0
 """How long /health_generate waits for a token."""

@@ -10,11 +10,11 @@ from fastapi import Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from runtime import __version__
 from runtime.entrypoints.http.responses import json_response
 from runtime.errors import InvalidField
 from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
 from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.version import __version__
 
 Rank = Annotated[str | None, Query()]
 LoadFormat = Annotated[str, Query(json_schema_extra={"enum": ["json", "prometheus"]})]

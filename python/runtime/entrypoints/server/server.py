@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from runtime import __version__
 from runtime.entrypoints.http.access_log import AccessLog
 from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.body_route import IGNORED_HEADER
@@ -36,6 +35,7 @@ from runtime.entrypoints.server.routes import add_routes
 from runtime.errors import BodyTooLarge, RequestError, ServingError, StatusError
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -15,7 +15,7 @@ from typing import get_args
 from error_texts import error_texts
 
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps
-from runtime.config.draft_algorithms import ALGORITHM_CAPS, SpecAlgorithm
+from runtime.config.draft_algorithms import ALGORITHM_CAPS
 from runtime.config.quant_config import CPU_ONLY, STORED_ONLY, Quantization
 from runtime.layers.quantization import registry as quantization
 from runtime.layers.quantization.scheme import QuantScheme
@@ -39,7 +39,7 @@ ROPE_NOTES = {
     "exceeds the original one. Also under the name `su`.",
     "proportional": "Gemma 4 only: the pairs after `partial_rotary_factor` do not rotate.",
 }
-DRAFT_PLACES = {"folder": "a checkpoint of its own", "checkpoint": "in the target's checkpoint", "none": "no model"}
+DRAFT_PLACES = {"checkpoint": "in the target's checkpoint", "none": "no model"}
 EAGLE3_CLASSES = {
     EAGLE3_CLASS: "SGLang, SpecForge, AngelSlim, NVIDIA",
     "Eagle3LlamaForCausalLM": "vLLM",
@@ -48,14 +48,15 @@ EAGLE3_CLASSES = {
     "Eagle3DraftModel": "speculators, with transformer_layer_config of Llama or Qwen 3",
 }
 """Class names of heads that are read as `EAGLE3_CLASS`, and their origin."""
-DRAFT_CLASSES: dict[SpecAlgorithm, str | Sequence[str]] = {
-    "EAGLE": [name for name in DRAFT_FAMILIES if name != EAGLE3_CLASS],
-    "EAGLE3": "the next table",
-    "MTP": MTP_CLASSES,
-    "DFLASH": [DFLASH_CLASS, "DFlashSpeculator"],
-    "STANDALONE": "any model of the first table with the target's vocabulary",
-    "NGRAM": "every target",
+DRAFT_CLASSES: dict[str, str | Sequence[str]] = {
+    "eagle": [name for name in DRAFT_FAMILIES if name != EAGLE3_CLASS],
+    "eagle3": "the next table",
+    "checkpoint": MTP_CLASSES,
+    "dflash": [DFLASH_CLASS, "DFlashSpeculator"],
+    "model": "any model of the first table with the target's vocabulary",
+    "none": "every target",
 }
+"""By `AlgorithmCaps.draft`."""
 REFUSALS = (
     ("Models and drafts", "models", ("",)),
     ("Quantised weights", "layers/quantization", ("",)),
@@ -171,9 +172,9 @@ def drafts() -> list[tuple[str, ...]]:
     """The draft models of each algorithm."""
     rows = []
     for name, caps in ALGORITHM_CAPS.items():
-        classes = DRAFT_CLASSES[name]
+        classes, place = DRAFT_CLASSES[caps.draft], DRAFT_PLACES.get(caps.draft, "a checkpoint of its own")
         flags = ("yes" if flag else "no" for flag in (caps.trees, not caps.no_token_map))
-        rows.append((f"`{name}`", DRAFT_PLACES[caps.draft], *flags, classes if isinstance(classes, str) else listed(classes)))
+        rows.append((f"`{name}`", place, *flags, classes if isinstance(classes, str) else listed(classes)))
     return rows
 
 

@@ -40,7 +40,8 @@ import setproctitle
 IMPORTED = (
     "runtime", "runtime.bench_serving", "runtime.launch_server", "runtime.entrypoints.child", "runtime.entrypoints.server.server",
     "runtime.entrypoints.prepare", "runtime.entrypoints.processes", "runtime.managers.scheduler", "runtime.model_executor.build",
-    "runtime.models.registry", "runtime.speculative.registry", "runtime.layers.attention.torch_native", "benchmark.sweep",
+    "runtime.models.registry", "runtime.speculative.registry", "runtime.speculative.dflash_drafter", "runtime.speculative.eagle_drafters",
+    "runtime.speculative.ngram_drafter", "runtime.layers.attention.torch_native", "benchmark.sweep",
     "benchmark.picture", "httpx", "matplotlib.backends.backend_agg", "matplotlib.figure", "pydantic.v1", "uvicorn.lifespan.off",
 )  # fmt: skip
 IMPORTED_BY_TESTS = (

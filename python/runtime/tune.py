@@ -36,7 +36,7 @@ from runtime.managers.scheduler import Scheduler
 from runtime.model_executor.depth_trial import DepthTrial
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.models.config import ModelConfig
-from runtime.models.dflash_config import read_block_size
+from runtime.models.draft_config import draft_block_size
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.shape_search import Plan, best_plan, chain_plan, tree_plan
 from runtime.version import __version__
@@ -153,8 +153,9 @@ def chain_config(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     config, model_config = prepare(replace(args, speculative_num_steps="auto"))
     speculative = config.speculative
     assert speculative is not None, "the embedded model drafts by default"
-    if ALGORITHM_CAPS[speculative.algorithm].blocks and speculative.draft_model_path is not None:
-        whole = min(read_block_size(speculative.draft_model_path), MAX_TREE_BITS) - 1
+    path = speculative.draft_model_path
+    if path is not None and (block_size := draft_block_size(path, speculative.algorithm)) is not None:
+        whole = min(block_size, MAX_TREE_BITS) - 1
         depths = tuple(sorted({*(depth for depth in speculative.depths if depth < whole), whole}))
         speculative = structs.replace(speculative, depths=depths, num_steps=whole, num_draft_tokens=whole + 1)
     return structs.replace(config, speculative=speculative), model_config

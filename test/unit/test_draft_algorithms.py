@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import get_args
 
 import pytest
 
-from runtime.config.draft_algorithms import ALGORITHM_CAPS, SpecAlgorithm
+from runtime.config.draft_algorithms import ALGORITHM_CAPS, DraftFormat, SpecAlgorithm
 from runtime.config.server_args import ServerArgs
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.drafter import NoDrafter
-from runtime.speculative.registry import DRAFTERS, make_drafter
+from runtime.models.draft_config import READERS
+from runtime.speculative.registry import make_drafter
 from unit.predicting import speculating
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative
 
@@ -20,24 +22,28 @@ DOCS = Path(__file__).parents[2] / "docs"
 FLAGS = {field.name for field in fields(ServerArgs)}
 
 
-def test_every_algorithm_has_a_row_a_drafter_and_a_line_in_the_docs() -> None:
-    names = list(get_args(SpecAlgorithm))
-    assert list(ALGORITHM_CAPS) == names
-    assert list(DRAFTERS) == names
+def test_every_algorithm_has_a_drafter_and_a_line_in_the_docs() -> None:
+    for caps in ALGORITHM_CAPS.values():
+        assert callable(resolve_name(caps.drafter))
     for page in ("speculation.md", "models.md"):
         lines = [line for line in (DOCS / page).read_text().splitlines() if line.startswith("| `")]
-        assert [name for name in names if not any(f"`{name}`" in line for line in lines)] == []
+        assert [name for name in ALGORITHM_CAPS if not any(f"`{name}`" in line for line in lines)] == []
 
 
-@pytest.mark.parametrize("name", get_args(SpecAlgorithm))
+def test_every_format_of_a_draft_has_a_reader_and_an_algorithm() -> None:
+    formats = {caps.draft for caps in ALGORITHM_CAPS.values() if caps.has_folder}
+    assert set(READERS) == formats == set(get_args(DraftFormat))
+
+
+@pytest.mark.parametrize("name", ALGORITHM_CAPS)
 def test_a_row_is_consistent(name: SpecAlgorithm) -> None:
     caps = ALGORITHM_CAPS[name]
     assert set(caps.unused_flags) <= FLAGS
     assert bool(caps.unused_flags) == bool(caps.unused_why)
-    assert ("speculative_draft_model_path" in caps.unused_flags) == (caps.draft != "folder")
+    assert ("speculative_draft_model_path" in caps.unused_flags) == (not caps.has_folder)
     if caps.without_folder is not None:
-        assert caps.draft == "folder"
-        assert ALGORITHM_CAPS[caps.without_folder].draft != "folder"
+        assert caps.has_folder
+        assert not ALGORITHM_CAPS[caps.without_folder].has_folder
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "DFLASH", "STANDALONE", "NGRAM"])

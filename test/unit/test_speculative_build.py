@@ -14,7 +14,7 @@ from runtime.errors import ConfigError
 from runtime.model_executor import build as target_build
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.sampling_params import SamplingParams
-from runtime.speculative import registry
+from runtime.speculative import draft_loader
 from unit.driver import Driver
 from unit.predicting import VOCAB, plain, speculating
 from unit.storm import runners
@@ -114,7 +114,7 @@ def test_the_draft_has_the_attention_that_was_asked_for_it(tmp_path: Path, monke
         asked.append(attention)
         return ModelRunner(model, "torch_native", *more, **named)
 
-    for module in (registry, target_build):
+    for module in (draft_loader, target_build):
         monkeypatch.setattr(module, "ModelRunner", noted)
     speculating(tmp_path, attention_backend="flashinfer", runtime={"attention_backend": "fa3"})
     assert sorted(asked) == ["fa3", "flashinfer"]

@@ -249,10 +249,13 @@ def _value(key: str, value: object, flag: Flag, strict: bool) -> object:
         value = str(value)
     if isinstance(value, str) and _NO_TEXT.search(value):
         raise ConfigError(f"Option {key!r} must be UTF-8 without null characters; got {value!r}.")
+    wrong = ConfigError(f"Option {key!r} must be {flag.expected}; got {value!r}.")
+    if flag.choices is not None and value is not None and value not in flag.choices:
+        raise wrong
     try:
         return msgspec.convert(value, flag.hint, strict=strict)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"Option {key!r} must be {flag.expected}; got {value!r}.") from error
+        raise wrong from error
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -266,7 +269,8 @@ def _flag(field: Field[Any], hint: Any, help: str) -> Flag:
     plain, others = hint, ()
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         plain, *others = (arg for arg in typing.get_args(hint) if arg is not type(None))
-    choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else None
+    listed, names = typing.get_origin(plain) is typing.Literal, field.metadata["names"]
+    choices = names() if names else typing.get_args(plain) if listed else None
     kind = str if choices else typing.get_origin(plain) or plain
     words = tuple(word for other in others for word in typing.get_args(other))
     shown = {name: field.metadata[name] for name in ("group", "metavar", "aliases")}

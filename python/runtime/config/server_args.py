@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from runtime.config.attention_caps import MAX_TREE_BITS, AttentionName
-from runtime.config.draft_algorithms import SpecAlgorithm
+from runtime.config.draft_algorithms import ALGORITHM_CAPS
 from runtime.config.quant_config import Quantization
 from runtime.log import LogFormat
 from runtime.pooling import PoolingName
@@ -29,10 +30,24 @@ ReasoningParserChoice = Literal["auto", "none", "deepseek-r1", "qwen3", "gpt-oss
 
 
 def _flag(
-    group: str, default: object, metavar: str | None = None, *aliases: str, bounds: tuple[int, int] | tuple[float, float] | None = None
+    group: str,
+    default: object,
+    metavar: str | None = None,
+    *aliases: str,
+    bounds: tuple[int, int] | tuple[float, float] | None = None,
+    names: Callable[[], tuple[str, ...]] | None = None,
 ) -> Any:
-    """A field with its `--help` group, default, metavar, aliases and `bounds` (see `check_range`)."""
-    return field(default=default, metadata={"group": group, "metavar": metavar, "aliases": aliases, "bounds": bounds})
+    """A field with its `--help` group, default, metavar, aliases and `bounds` (see `check_range`).
+
+    `names`: the allowed values, if they are the keys of a table and not written in the type.
+    """
+    shown = {"group": group, "metavar": metavar, "aliases": aliases}
+    return field(default=default, metadata={**shown, "bounds": bounds, "names": names})
+
+
+def _algorithms() -> tuple[str, ...]:
+    """The values of --speculative-algorithm."""
+    return (*ALGORITHM_CAPS, "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +225,7 @@ class ServerArgs:
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")
     """Batch sizes to capture; default: increasing steps up to the largest."""
 
-    speculative_algorithm: Literal[SpecAlgorithm, "none"] | None = _flag(SPECULATION, None, None, "--speculative-algo")
+    speculative_algorithm: str | None = _flag(SPECULATION, None, None, "--speculative-algo", names=_algorithms)
     """How tokens are drafted; EAGLE without a draft model is MTP, the layer in the checkpoint itself. The embedded model drafts
     with its own head unless this is none."""
     speculative_draft_model_path: str | None = _flag(SPECULATION, None, "PATH", "--speculative-draft-model")

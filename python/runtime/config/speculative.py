@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 from runtime.config.attention import resolve_attention
 from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS, AttentionName
@@ -183,7 +183,8 @@ def _can_capture(algorithm: SpecAlgorithm, attention: AttentionName) -> bool:
 
 def _algorithm(args: ServerArgs, model: ModelFacts) -> SpecAlgorithm:
     """The requested algorithm, or the one that replaces it without a draft model, as in SGLang."""
-    algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
+    algorithm = args.speculative_algorithm
+    assert algorithm is not None, "only with drafts"
     if args.speculative_draft_model_path is None:
         algorithm = ALGORITHM_CAPS[algorithm].without_folder or algorithm
     if ALGORITHM_CAPS[algorithm].draft == "checkpoint" and not model.has_mtp:
@@ -198,7 +199,7 @@ def _refuse_without_layer(args: ServerArgs, algorithm: SpecAlgorithm) -> NoRetur
             f"--speculative-algorithm {args.speculative_algorithm} without a draft model needs a layer for multi-token prediction, and "
             "this checkpoint holds none that is supported. Name a draft model with --speculative-draft-model-path."
         )
-    others = " or ".join(name for name, caps in ALGORITHM_CAPS.items() if caps.draft == "folder")
+    others = " or ".join(name for name, caps in ALGORITHM_CAPS.items() if caps.has_folder)
     raise ConfigError(
         f"--speculative-algorithm {algorithm} needs a layer for multi-token prediction, and this checkpoint holds none that is supported. "
         f"Use --speculative-algorithm NGRAM, or {others} with a draft model."
@@ -220,7 +221,7 @@ def _check_draft_source(args: ServerArgs, algorithm: SpecAlgorithm) -> None:
     caps, token_map = ALGORITHM_CAPS[algorithm], args.speculative_token_map
     _refuse(args, f"has no effect: {caps.unused_why}", *caps.unused_flags)
     replaced = caps.without_folder is not None and args.model_path is not None
-    if caps.draft == "folder" and args.speculative_draft_model_path is None and not replaced:
+    if caps.has_folder and args.speculative_draft_model_path is None and not replaced:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")
     if token_map is not None and caps.no_token_map:
         takers = " and ".join(name for name, own in ALGORITHM_CAPS.items() if not own.no_token_map)
@@ -298,7 +299,8 @@ def _auto_shape(args: ServerArgs, topk: int) -> _DraftShape:
 
 
 def _tree_shape(args: ServerArgs, steps: int, topk: int) -> _DraftShape:
-    algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
+    algorithm = args.speculative_algorithm
+    assert algorithm is not None, "only with drafts"
     if not ALGORITHM_CAPS[algorithm].trees:
         raise ConfigError(f"--speculative-eagle-topk must be 1: {algorithm} drafts chains. Trees need an EAGLE head.")
     if (steps - 1) * topk > MAX_TREE_BITS:

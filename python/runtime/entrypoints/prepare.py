@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 
 from runtime.config.device import check_fp8
-from runtime.config.draft_algorithms import ALGORITHM_CAPS
 from runtime.config.host_memory import host_memory
 from runtime.config.machine import MachineFacts, probe
 from runtime.config.model_facts import DraftFacts, ModelFacts
@@ -23,8 +22,7 @@ from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING
 from runtime.model_files.fingerprint import fingerprint
 from runtime.model_files.model_source import DRAFT_FLAGS, ModelSource, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
-from runtime.models.dflash_config import read_block_size
-from runtime.models.draft_config import load_draft_config
+from runtime.models.draft_config import draft_block_size, load_draft_config
 from runtime.models.hf_config import recommended_sampling
 from runtime.models.registry import load_hf_config
 from runtime.models.sharing import check_experts, check_heads
@@ -143,5 +141,4 @@ def find_draft(args: ServerArgs, target_format: str) -> DraftFacts | None:
     load_format = args.speculative_draft_load_format or ("dummy" if is_dummy else "auto")
     folder, kind = resolve_weights(path, load_format=load_format, download_dir=args.download_dir, flags=DRAFT_FLAGS)
     algorithm = args.speculative_algorithm
-    blocks = algorithm not in (None, "none") and ALGORITHM_CAPS[algorithm].blocks
-    return DraftFacts(folder, kind, read_block_size(folder) if blocks else None)
+    return DraftFacts(folder, kind, None if algorithm in (None, "none") else draft_block_size(folder, algorithm))

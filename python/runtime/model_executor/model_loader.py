@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
+from typing import Protocol
 
 from runtime.config.host_memory import MIB
 from runtime.errors import ConfigError
@@ -14,12 +15,22 @@ from runtime.model_executor.graph_capture import paused_gc
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
-from runtime.models.dflash import DFlashDraftModel
-from runtime.models.draft_head import DraftModel
 from runtime.models.registry import build_model
-from runtime.models.weights import Sliceable
+from runtime.models.weights import NamedTensors, Sliceable
 
 log = logging.getLogger(__name__)
+
+
+class Loadable(Protocol):
+    """A target or a draft whose weights can be filled. See `DraftModel`."""
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that `load` requires."""
+        ...
+
+    def load(self, weights: NamedTensors) -> None:
+        """Fill the weights. Raises `ConfigError` for tensors that are missing, unexpected or of a wrong shape."""
+        ...
 
 
 def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
@@ -52,7 +63,7 @@ def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
         )
 
 
-def load_weights(context: WorkerContext, model: DecoderModel | DraftModel | DFlashDraftModel, folder: str, load_format: str) -> None:
+def load_weights(context: WorkerContext, model: Loadable, folder: str, load_format: str) -> None:
     """Fill the weights of a target or a draft. Raises `ConfigError` that names the folder."""
     with named(folder), closing(model_weights(context, model.expected_weights(), folder, load_format)) as weights:
         model.load(weights)  # after an error, closing ends the line of the progress bar

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.config.draft_algorithms import SpecAlgorithm
+from runtime.config.draft_algorithms import ALGORITHM_CAPS, DraftFormat, SpecAlgorithm
 from runtime.errors import ConfigError
 from runtime.models import dflash_config, llama, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
@@ -52,6 +52,33 @@ class DraftConfig:
     draft_block: DraftBlock | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _DraftFile:
+    """The config.json of a draft.
+
+    Attributes:
+        folder: where it is.
+        raw: its fields.
+        flat: the same, with those of a nested layout at the top.
+        name: the class name, as `_class_name`.
+    """
+
+    folder: str | Path
+    raw: Mapping[str, Any]
+    flat: Mapping[str, Any]
+    name: str
+
+    @property
+    def where(self) -> str:
+        """The folder, for error messages."""
+        return str(self.folder)
+
+    @property
+    def fields(self) -> ConfigFields:
+        """The fields, with `name` as the only class."""
+        return ConfigFields({**self.flat, "architectures": [self.name]}, self.where)
+
+
 def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
     """The draft in `folder`, for `target`.
 
@@ -59,43 +86,93 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
         ConfigError: config.json is unreadable or unsupported, is a draft of another algorithm, or does not fit the
             target.
     """
-    where = str(folder)
-    raw = read_hf_config(folder)
+    raw, where = read_hf_config(folder), str(folder)
     flat = flattened(raw, where)
-    name = _class_name(flat, where)
-    fitting = _algorithms(name, flat, where)
-    if algorithm not in fitting:
-        raise _of_another_algorithm(fitting[0], name, flat, where)
-    if algorithm == "STANDALONE":
-        model = of_checkpoint(parse_hf_config(raw, where), folder)
-    elif algorithm == "DFLASH":
-        layer_type(raw, "qwen3", ("qwen3",), where)
-        model = dflash_config.parse(ConfigFields({**flat, "architectures": [name]}, where))
-    else:
-        nested = layer_type(raw, "llama", LAYER_FAMILIES, where)
-        model = _parse_head(name, ConfigFields({**flat, "architectures": [name]}, where), algorithm, nested)
-    model = dataclasses.replace(model, max_context_len=target.max_context_len)
-    _check_fit(model, target, algorithm)
-    if algorithm == "DFLASH":
-        fields = ConfigFields(flat, where)
-        layers, block = dflash_config.read_aux_layers(fields, target.num_layers), dflash_config.read_draft_block(fields, model)
-        return DraftConfig(model, layers, draft_block=block)
-    if algorithm != "EAGLE3":
-        return DraftConfig(model)
-    return DraftConfig(model, read_aux_layers(raw, target, where), Eagle3Layout.read(ConfigFields(flat, where)))
+    file = _DraftFile(folder, raw, flat, _class_name(flat, where))
+    fitting, wanted = _formats(file), ALGORITHM_CAPS[algorithm].draft
+    if wanted not in fitting:
+        raise _of_another_algorithm(fitting[0], file)
+    return READERS[wanted](file, algorithm, target)
 
 
-def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm, nested: str | None) -> ModelConfig:
-    """The decoder of a head. `nested`: the type of its nested layer. Raises `ConfigError` if its class is not supported."""
-    if name not in DRAFT_FAMILIES:
-        raise fields.error(f"an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
+def draft_block_size(folder: str | Path, algorithm: SpecAlgorithm) -> int | None:
+    """Number of tokens per block of the draft in `folder`; None for an algorithm whose drafts do not fill blocks.
+
+    Raises:
+        ConfigError: as `read_block_size`.
+    """
+    return dflash_config.read_block_size(folder) if ALGORITHM_CAPS[algorithm].draft == "dflash" else None
+
+
+# ---- one function per format
+
+
+def _eagle(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
+    model = _fitted(_parse_head(file, algorithm), algorithm, target)
+    _check_width(model.hidden_size, target)
+    return DraftConfig(model)
+
+
+def _eagle3(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
+    model = _fitted(_parse_head(file, algorithm), algorithm, target)
+    _check_width(model.target_hidden_size or model.hidden_size, target)
+    return DraftConfig(model, read_aux_layers(file.raw, target, file.where), Eagle3Layout.read(ConfigFields(file.flat, file.where)))
+
+
+def _dflash(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
+    layer_type(file.raw, "qwen3", ("qwen3",), file.where)
+    model = _fitted(dflash_config.parse(file.fields), algorithm, target)
+    _check_width(model.hidden_size, target)
+    fields = ConfigFields(file.flat, file.where)
+    layers, block = dflash_config.read_aux_layers(fields, target.num_layers), dflash_config.read_draft_block(fields, model)
+    return DraftConfig(model, layers, draft_block=block)
+
+
+def _model(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
+    model = of_checkpoint(parse_hf_config(file.raw, file.where), file.folder)
+    return DraftConfig(_fitted(model, algorithm, target))
+
+
+READERS: dict[str, Callable[[_DraftFile, SpecAlgorithm, ModelConfig], DraftConfig]] = {
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "dflash": _dflash,
+    "model": _model,
+}
+"""Reads the draft of each `DraftFormat`."""
+
+
+def _parse_head(file: _DraftFile, algorithm: SpecAlgorithm) -> ModelConfig:
+    """The decoder of a head. Raises `ConfigError` if its class is not supported."""
+    fields, nested = file.fields, layer_type(file.raw, "llama", LAYER_FAMILIES, file.where)
+    if file.name not in DRAFT_FAMILIES:
+        raise fields.error(f"an {algorithm} head of class {file.name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
     if nested is not None:
         return parse_family(LAYER_FAMILIES[nested], fields)
-    model = parse_family(DRAFT_FAMILIES[name], fields)
+    model = parse_family(DRAFT_FAMILIES[file.name], fields)
     kinds = fields.get("layer_types", [])
     if isinstance(kinds, list) and "sliding_attention" not in kinds:
         return model
     return dataclasses.replace(model, window=sliding_windows(fields.with_defaults(mistral.DEFAULTS)) or model.window)
+
+
+def _fitted(draft: ModelConfig, algorithm: SpecAlgorithm, target: ModelConfig) -> ModelConfig:
+    """The draft with the target's context length. Raises `ConfigError` for another vocabulary."""
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft has a vocabulary of {draft.vocab_size} and its target of {target.vocab_size}; "
+            f"--speculative-algorithm {algorithm} needs one vocabulary for both"
+        )
+    return dataclasses.replace(draft, max_context_len=target.max_context_len)
+
+
+def _check_width(width: int, target: ModelConfig) -> None:
+    """Raise `ConfigError` if the states that a draft reads, of `width`, are not the target's."""
+    if width != target.hidden_size:
+        raise ConfigError(f"the draft head was made for a target of hidden size {width}; this one's is {target.hidden_size}")
+
+
+# ---- formats by their files
 
 
 def _class_name(raw: Mapping[str, Any], where: str) -> str:
@@ -104,45 +181,31 @@ def _class_name(raw: Mapping[str, Any], where: str) -> str:
     return EAGLE3_CLASS if "eagle3" in name.lower() else name
 
 
-def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[SpecAlgorithm, ...]:
-    """The algorithms that a draft of class `name` can serve, the most likely first: a head may look like a model of one
-    layer.
-    """
-    if "dflash" in name.lower() or "dflash_config" in raw:
-        return ("DFLASH",)
+def _formats(file: _DraftFile) -> tuple[DraftFormat, ...]:
+    """The formats of which the file can be, the most likely first: a head may look like a model of one layer."""
+    name, where = file.name, file.where
+    if "dflash" in name.lower() or "dflash_config" in file.flat:
+        return ("dflash",)
     if name.endswith(("NextN", "MTP")):
         raise ConfigError(f"{where}: draft architecture {name} is not supported; {MTP_HINT}")
     if name not in DRAFT_FAMILIES and name not in FAMILIES:
         known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, DFLASH_CLASS, *FAMILIES]))
         raise ConfigError(f"{where}: draft architecture {name} is not supported; supported are {known}")
-    if is_eagle3(name, raw):
-        return ("EAGLE3",)
+    if is_eagle3(name, file.flat):
+        return ("eagle3",)
     if name not in FAMILIES:
-        return ("EAGLE",)
-    return ("EAGLE", "STANDALONE") if name in DRAFT_FAMILIES and raw.get("num_hidden_layers") == 1 else ("STANDALONE",)
+        return ("eagle",)
+    return ("eagle", "model") if name in DRAFT_FAMILIES and file.flat.get("num_hidden_layers") == 1 else ("model",)
 
 
-def _of_another_algorithm(algorithm: SpecAlgorithm, name: str, raw: Mapping[str, Any], where: str) -> ConfigError:
-    """The error for a draft that belongs to `algorithm` but was given for another one."""
-    if algorithm == "DFLASH":
-        return ConfigError(f"{where} is a DFLASH draft; use --speculative-algorithm DFLASH")
-    if algorithm != "STANDALONE":
+def _of_another_algorithm(found: DraftFormat, file: _DraftFile) -> ConfigError:
+    """The error for a draft in the format `found`, which the requested algorithm does not read."""
+    algorithm, name, where = next(name for name, caps in ALGORITHM_CAPS.items() if caps.draft == found), file.name, file.where
+    if found == "dflash":
+        return ConfigError(f"{where} is a {algorithm} draft; use --speculative-algorithm {algorithm}")
+    if found != "model":
         return ConfigError(f"{where} is an {algorithm} head; use --speculative-algorithm {algorithm}")
-    layers = raw.get("num_hidden_layers")
+    layers = file.flat.get("num_hidden_layers")
     hint = f", or name its class {name}Eagle in config.json if it is a head" if name in DRAFT_FAMILIES else ""
     hint = f", or {MTP_HINT}" if name in MTP_CLASSES else hint
-    return ConfigError(f"{where} is a whole model ({name}, num_hidden_layers {layers}); use --speculative-algorithm STANDALONE{hint}")
-
-
-def _check_fit(draft: ModelConfig, target: ModelConfig, algorithm: SpecAlgorithm) -> None:
-    """Raise `ConfigError` if a draft cannot serve a target."""
-    if draft.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"the draft has a vocabulary of {draft.vocab_size} and its target of {target.vocab_size}; "
-            f"--speculative-algorithm {algorithm} needs one vocabulary for both"
-        )
-    if algorithm == "STANDALONE":
-        return
-    width = (draft.target_hidden_size or draft.hidden_size) if algorithm == "EAGLE3" else draft.hidden_size
-    if width != target.hidden_size:
-        raise ConfigError(f"the draft head was made for a target of hidden size {width}; this one's is {target.hidden_size}")
+    return ConfigError(f"{where} is a whole model ({name}, num_hidden_layers {layers}); use --speculative-algorithm {algorithm}{hint}")

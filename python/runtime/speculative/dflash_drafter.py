@@ -20,9 +20,11 @@ import torch
 
 from runtime.batch import ForwardMode
 from runtime.config.runtime_config import SpeculativeConfig
+from runtime.config.speculative import check_depth
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.kernels.argmax import argmax
+from runtime.model_executor.context import WorkerContext
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import DrafterSpec, DraftSetup
 from runtime.model_executor.grammar_rows import GrammarStep
@@ -32,8 +34,10 @@ from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass
 from runtime.model_executor.window import fill_window
+from runtime.models.decoder import DecoderModel
 from runtime.models.dflash import DFlashDraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
+from runtime.speculative.draft_loader import loaded, read_config, sharing_ranks
 from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_passes import extend_spec
 from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting_grammar
@@ -48,6 +52,14 @@ class DFlashDrafter(ModelDrafter):
         aux, width = model.aux_layers, model.feature_width
         spec = DrafterSpec(shape=shape, capturable=True, aux_layers=aux, feature_width=width, catch_up=WIDTH)
         super().__init__(spec, runner, config)
+
+    @classmethod
+    def make(cls, context: WorkerContext, target: DecoderModel) -> DFlashDrafter:
+        """The drafter, with its draft loaded. Raises `ConfigError` if the draft does not fit, or if the depth exceeds its blocks."""
+        config = read_config(context, target)
+        draft = DFlashDraftModel(config, target, sharing_ranks(context, config.model, target))
+        check_depth(draft.draft_block.size, context.speculative.num_steps)
+        return cls(*loaded(context, draft))
 
     # ---- build
 

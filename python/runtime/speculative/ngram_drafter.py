@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from runtime.batch import PAD_ROW, BatchResult, Int32, RowInit
+from runtime.model_executor.context import WorkerContext
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup
 from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.target_model import TargetModel
+from runtime.models.decoder import DecoderModel
 from runtime.speculative.ngram import NgramHistory
 
 
@@ -26,6 +28,11 @@ class NgramDrafter(Drafter):
         self.spec = DrafterSpec(TreeShape(num_steps, 1, num_steps + 1), needs_history=True, overlap=False)
         self._target: TargetModel
         self.reset()
+
+    @classmethod
+    def make(cls, context: WorkerContext, target: DecoderModel) -> NgramDrafter:
+        """The drafter of the configured depth."""
+        return cls(context.speculative.num_steps)
 
     def attach(self, setup: DraftSetup) -> None:
         """Keep the target."""

@@ -1,0 +1,77 @@
+"""Loads the draft model of a drafter: its configuration, its ranks and its weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Protocol, TypeVar, cast
+
+import torch
+
+from runtime.config.quant_config import with_flag
+from runtime.config.runtime_config import SpeculativeConfig
+from runtime.distributed.parallel_group import ParallelGroup
+from runtime.errors import ConfigError
+from runtime.model_executor.context import WorkerContext
+from runtime.model_executor.model_loader import Loadable, load_weights
+from runtime.model_executor.model_runner import ModelRunner
+from runtime.models.config import ModelConfig
+from runtime.models.decoder import DecoderModel
+from runtime.models.draft_config import DraftConfig, load_draft_config
+from runtime.models.draft_head import DraftHead
+from runtime.models.token_map import load_token_map
+from runtime.speculative.draft_group import draft_group
+
+log = logging.getLogger(__name__)
+
+
+class LoadableDraft(Loadable, Protocol):
+    """A draft model before its weights are filled.
+
+    Attributes:
+        config: its decoder.
+        vocab_size: the number of ids that it scores.
+    """
+
+    config: ModelConfig
+    vocab_size: int
+
+
+Draft = TypeVar("Draft", bound=LoadableDraft)
+
+
+def read_config(context: WorkerContext, target: DecoderModel) -> DraftConfig:
+    """The architecture of the draft in its own folder. Raises `ConfigError` if it does not fit the algorithm or the target."""
+    spec = context.speculative
+    assert spec.draft_model_path is not None, "checked with the flags"
+    found = load_draft_config(spec.draft_model_path, spec.algorithm, target.config)
+    quant = with_flag(found.model.quant, spec.draft_quantization, "--speculative-draft-model-quantization")
+    return replace(found, model=replace(found.model, quant=quant))
+
+
+def read_token_map(context: WorkerContext) -> torch.Tensor | None:
+    """The ids of --speculative-token-map, as `load_token_map`; None without that flag."""
+    path = context.speculative.token_map
+    return load_token_map(path) if path else None
+
+
+def sharing_ranks(context: WorkerContext, draft: ModelConfig, target: DecoderModel) -> ParallelGroup:
+    """The ranks that share the blocks of `draft`."""
+    return draft_group(context.speculative.draft_tp_size, draft, target.context, context.config.device.tuning)
+
+
+def loaded(context: WorkerContext, draft: Draft) -> tuple[Draft, ModelRunner, SpeculativeConfig]:
+    """The arguments of a drafter: the draft with its weights, from its own folder or else from the target's; its runner; and the
+    configuration. The draft's vocabulary needs a token for each branch of a node.
+    """
+    spec, served = context.speculative, context.config.model
+    if spec.topk > draft.vocab_size:
+        raise ConfigError(f"--speculative-eagle-topk is {spec.topk}; this draft has {draft.vocab_size} tokens. Use a smaller value.")
+    own = None if spec.draft_model_path is None else (spec.draft_model_path, spec.draft_load_format)
+    load_weights(context, draft, *(own or (served.model_path, served.load_format)))
+    if spec.draft_candidates and isinstance(draft, DraftHead):
+        draft.find_candidates()
+    log.info("draft: %s, %s, %d of %d tokens", spec.algorithm, draft.config.architecture, draft.vocab_size, draft.config.vocab_size)
+    decoder, tuning = cast(DecoderModel, draft), context.config.device.tuning
+    runner = ModelRunner(decoder, spec.attention_backend, context.dtype, context.device, tuning=tuning, group=context.group)
+    return draft, runner, spec

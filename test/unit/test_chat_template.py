@@ -93,6 +93,20 @@ def test_continuing_a_thought_that_the_template_removes(tmp_path: Path, opening:
     assert [i for i in ids if i in tokenizer.special_ids] == [1, 2, 1], "the message makes no control token"
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_continuing_a_thought_with_a_template_without_generation_prompt(tmp_path: Path, parts: bool) -> None:
+    text = "(m.content if m.content is string else m.content[0].text)" if parts else "m.content"
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ TEXT.split('</think>')[-1] }}<|im_end|>{% endfor %}".replace(
+        "TEXT", text
+    )
+    thought = "<think>\nShort.</think>Yes"
+    content = [{"type": "text", "text": thought}] if parts else thought
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+    tokenizer = _tokenizer(tmp_path, template)
+    ids = tokenizer.encode_chat(chat, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"<|im_start|>user\nq<|im_end|><|im_start|>assistant\n{thought}"
+
+
 def test_kwargs_reach_the_template(tmp_path: Path) -> None:
     tokenizer = _tokenizer(tmp_path, THINKING)
     chat = CHATS[0]

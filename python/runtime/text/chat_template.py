@@ -133,10 +133,22 @@ class ChatTemplate:
         end = rendered.rfind(tag.strip())
         changed = _OPENING.match(text) or not rendered[:end].rstrip().endswith(text.strip())
         if end < 0 or (changed and earlier):
-            header = self._run(earlier, variables, add_generation_prompt=True) if earlier else ""
+            header = self._header(earlier, last["role"], variables, tag) if earlier else ""
             return _without_repeated_start(header, text) + text
         # If the template strips white space, it removed the space after the tag, and would have stripped the message too.
         return rendered[:end] if rendered.startswith(tag, end) else rendered[:end].rstrip()
+
+    def _header(self, earlier: list[dict[str, Any]], role: str, variables: Mapping[str, object], tag: str) -> str:
+        """Render the earlier messages and the header of the next one, whose content is at first only `tag`.
+
+        A template that ignores `add_generation_prompt` writes the header only together with a message.
+        """
+        prompt = self._run(earlier, variables, add_generation_prompt=True)
+        if prompt != self._run(earlier, variables, add_generation_prompt=False):
+            return prompt
+        whole = self._run([*earlier, {"role": role, "content": tag}], variables, add_generation_prompt=False)
+        end = whole.rfind(tag.strip())
+        return prompt if end < 0 else whole[:end]
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

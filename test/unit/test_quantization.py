@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
@@ -26,7 +28,7 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from runtime.config.quant_config import ON_LOAD, QuantConfig, with_flag
+from runtime.config.quant_config import ON_LOAD, LayerNames, QuantConfig, with_flag
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
@@ -377,6 +379,20 @@ def test_names_of_kept_layers_match_whole_components() -> None:
     some = replace(quant, kept=(), only=("re:.*experts.*",))
     assert not some.keeps("model.layers.0.mlp.experts.3.up_proj")
     assert some.keeps("model.layers.0.self_attn.q_proj")
+
+
+NAMES = st.lists(st.sampled_from(["a", "b", "ab", "a*", "*", "0"]), min_size=1, max_size=3).map(".".join)
+
+
+@given(
+    st.lists(NAMES | NAMES.map(lambda name: "re:.*" + name.replace("*", "")), max_size=4), NAMES.map(lambda name: name.replace("*", "b"))
+)
+def test_compiled_layer_names_match_as_one_regular_expression(names: list[str], layer: str) -> None:
+    plain = [re.escape(name).replace(r"\*", ".*") for name in names if not name.startswith("re:")]
+    patterns = [rf"(?:^|\.){name}(?:\.|$)" for name in plain] + ["^" + name[3:] for name in names if name.startswith("re:")]
+    compiled = LayerNames.of(tuple(names))
+    assert compiled.match(layer) == any(re.search(pattern, layer) for pattern in patterns)
+    assert (compiled.pattern is None) == (not any("*" in name or name.startswith("re:") for name in names)), "exact names are in a set"
 
 
 def test_fused_layers_of_which_one_is_kept_are_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from runtime.errors import ConfigError
@@ -30,6 +30,41 @@ def block_length(size: int, count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNames:
+    """A checkpoint's list of layer names, compiled: it may hold hundreds, and is asked about tens of thousands of layers.
+
+    Attributes:
+        exact: the names without `*`; they match whole components anywhere in a layer's name.
+        lengths: the numbers of components that these names have.
+        pattern: matches the names with `*` and the regular expressions; None if there are none.
+    """
+
+    exact: frozenset[str]
+    lengths: tuple[int, ...]
+    pattern: re.Pattern[str] | None
+
+    @classmethod
+    def of(cls, names: tuple[str, ...]) -> LayerNames:
+        """Compile names in the form of `QuantConfig.kept`."""
+        given = [rf"^(?:{name[3:]})" for name in names if name.startswith("re:")]
+        plain = [name for name in names if not name.startswith("re:")]
+        wild = "|".join(re.escape(name).replace(r"\*", ".*") for name in plain if "*" in name)
+        parts = [*([rf"(?:^|\.)(?:{wild})(?:\.|$)"] if wild else []), *given]
+        exact = frozenset(name for name in plain if "*" not in name)
+        lengths = tuple(sorted({name.count(".") + 1 for name in exact}))
+        return cls(exact, lengths, re.compile("|".join(parts)) if parts else None)
+
+    def match(self, layer: str) -> bool:
+        """Whether any name matches the layer's."""
+        words = layer.split(".")
+        for length in self.lengths:
+            for start in range(len(words) - length + 1):
+                if ".".join(words[start : start + length]) in self.exact:
+                    return True
+        return self.pattern is not None and self.pattern.search(layer) is not None
+
+
+@dataclass(frozen=True, slots=True)
 class QuantConfig:
     """The quantisation of a model.
 
@@ -52,11 +87,18 @@ class QuantConfig:
     kept: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
 
+    _kept: LayerNames = field(init=False, repr=False, compare=False)
+    _only: LayerNames = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_kept", LayerNames.of(self.kept))
+        object.__setattr__(self, "_only", LayerNames.of(self.only))
+
     def keeps(self, layer: str) -> bool:
         """Whether the layer of this name, without `.weight`, stays in 16 bits."""
-        if layer.rpartition(".")[2] in ALWAYS_KEPT or (self.kept and _pattern(self.kept).search(layer)):
+        if layer.rpartition(".")[2] in ALWAYS_KEPT or self._kept.match(layer):
             return True
-        return bool(self.only) and not _pattern(self.only).search(layer)
+        return bool(self.only) and not self._only.match(layer)
 
 
 ON_LOAD = QuantConfig("fp8", stored=False)
@@ -76,11 +118,3 @@ def with_flag(stored: QuantConfig | None, flag: str | None, name: str = "--quant
     if flag in STORED_ONLY:
         raise ConfigError(f"{name} {flag} needs a checkpoint in {flag}. Use fp8, which quantizes 16-bit weights, or leave it out.")
     return ON_LOAD if flag == "fp8" else None
-
-
-@functools.cache
-def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
-    """One regular expression for all names, because a checkpoint may list hundreds, for thousands of layers."""
-    plain = "|".join(re.escape(name).replace(r"\*", ".*") for name in names if not name.startswith("re:"))
-    given = [rf"^(?:{name[3:]})" for name in names if name.startswith("re:")]
-    return re.compile("|".join([*([rf"(?:^|\.)(?:{plain})(?:\.|$)"] if plain else []), *given]))

@@ -322,6 +322,16 @@ def test_thinking_can_be_switched_off(body: dict[str, Any]) -> None:
     assert whole["choices"][0]["message"]["content"] == "<think> is a tag"
 
 
+def test_a_grammar_without_reasoning_holds_from_the_first_token_of_any_template() -> None:
+    template = TEMPLATE.replace("enable_thinking", "no_such_switch")
+    for switch in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        whole, chunks, requests = ask('{"a": 1}', {"response_format": {"type": "json_object"}, **switch}, template)
+        assert whole["choices"][0]["message"]["content"] == '{"a": 1}' == gathered(chunks)["content"]
+        assert (requests[0].sampling.structural_tag, requests[0].sampling.json_schema) == (None, '{"type":"object"}')
+    kept = {"response_format": {"type": "json_object"}, "reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    assert "<think>" in (ask("{}", kept, template)[2][0].sampling.structural_tag or "")
+
+
 def test_a_thought_that_the_message_to_continue_opens_goes_on() -> None:
     messages = [*HI, {"role": "assistant", "content": "<think>\nLet me"}]
     whole, _, _ = ask(" see.</think>Yes.", {"messages": messages, "continue_final_message": True})

@@ -111,6 +111,15 @@ def test_a_message_that_is_continued_need_not_think(name: str) -> None:
         assert [*parser.feed(text, []), *parser.finish()] == [delta]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-r1", "minimax"])
+def test_text_without_reasoning_is_content_unless_it_begins_with_the_tag(name: str) -> None:
+    form = OutputFormat(byte_tokenizer(), "hermes", name)
+    for text, delta in (("a", Content("a")), ("<think>a", Reasoning("a"))):
+        parser = form.parser(OutputRequest({}, thinks=False), [IM_START, *b"assistant\n"])
+        assert parser is not None
+        assert [*parser.feed(text, []), *parser.finish()] == [delta]
+
+
 def test_mistral_ids_have_nine_letters() -> None:
     parser = OutputFormat(byte_tokenizer(), "mistral", None).parser(OutputRequest({"f": {}}), [])
     assert parser is not None

@@ -89,7 +89,13 @@ class Chats:
         prompt_ids = await self.prompt_ids(body)
         sampling = body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)
         output = OutputRequest(
-            tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel, body.continue_final_message
+            tools.schemas,
+            sampling.stop,
+            body.separate_reasoning,
+            tools.rule,
+            tools.parallel,
+            continues=body.continue_final_message,
+            thinks=body.thinks,
         )
         tools_name = "functions" if body.functions else "tools"
         grammar_names = body.grammar_names() if tools.rule == "free" else dict.fromkeys(map(str, GRAMMAR_KINDS), tools_name)

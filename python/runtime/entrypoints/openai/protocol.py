@@ -169,6 +169,13 @@ class ChatBody(OpenAIBody):
         return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none", **self.chat_template_kwargs}
 
     @property
+    def thinks(self) -> bool:
+        """Whether the model may think: false if the request switches reasoning off, and no variable of the template switches it on."""
+        given = self.template_kwargs()
+        switches = [given[name] for name in ("enable_thinking", "thinking") if name in given]
+        return False not in switches or True in switches
+
+    @property
     def limit_name(self) -> str:
         """The field that limits the output."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

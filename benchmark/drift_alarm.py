@@ -290,7 +290,7 @@ def plot(result: Result, file: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Record, simulate, run with the fault, and print."""
     parser = arguments(__doc__)
-    parser.add_argument("--iterations", type=positive, default=2_000_000, help="of each run without a fault")
+    parser.add_argument("--iterations", type=positive, default=10_000_000, help="of each run without a fault")
     args = parser.parse_args(argv)
     prompts, new_tokens = (2, 4) if args.quick else (24, 64)
     record = Record(NAME, KEYS, args.out, args.quick)

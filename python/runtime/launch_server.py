@@ -32,7 +32,7 @@ from runtime.config.server import check_certificate
 from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.kept_memory import freeze_gc
 from runtime.entrypoints.node import run_node
-from runtime.entrypoints.prepare import check_token_map, prepare
+from runtime.entrypoints.prepare import check_token_map, check_weights, prepare
 from runtime.entrypoints.processes import Runtime
 from runtime.errors import ConfigError, ServingError, report
 from runtime.log import say
@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             config, model_config = prepare(command.args)
             check_certificate(command.args)
             check_token_map(config, model_config)
+            check_weights(config, model_config)
             say(f"talon: {config.model.served_model_name} can be served on {config.device.device}", log)
             return 0
         check(command.args)

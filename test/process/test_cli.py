@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,9 +20,11 @@ import psutil
 import pytest
 import torch
 from benchmark.ports import free_port
+from safetensors.torch import save_file
 
 from process import fake
 from process.fake import ENV, dummy_model, serving
+from unit.small_tokenizer import write_small_tokenizer
 
 COLD = pytest.mark.usefixtures("programs_start_cold")
 """An interpreter of its own for one test of each kind: a refused flag, a check, the help, a server."""
@@ -203,6 +206,14 @@ def test_check_refuses_a_draft_that_does_not_match(model: Path, tmp_path: Path) 
     assert_one_line(launch(*whole, "--speculative-algorithm", "EAGLE"), "whole", "--speculative-algorithm STANDALONE")
     other = draft("other", vocab_size=9)
     assert_one_line(launch(*other, "--speculative-algorithm", "STANDALONE"), "vocabulary of 9")
+
+
+def test_check_refuses_weights_that_do_not_fit_their_config(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    width = json.loads((model / "config.json").read_text())["hidden_size"]
+    save_file({"model.norm.weight": torch.zeros(width)}, tmp_path / "model.safetensors")
+    write_small_tokenizer(tmp_path)
+    assert_one_line(launch("--check", "--model", str(tmp_path), "--device", "cpu"), "it lacks", "model.embed_tokens.weight")
 
 
 def test_check_refuses_to_split_experts_that_do_not_exist(model: Path) -> None:

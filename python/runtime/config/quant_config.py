@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from runtime.errors import ConfigError
 
@@ -19,6 +19,28 @@ ALWAYS_KEPT = ("lm_head", "embed_tokens", "gate", "router", "shared_expert_gate"
 """Layers that are never quantised in FP8 and MXFP4 checkpoints, listed or not: heads, routers, inputs of draft heads."""
 BLOCK = 128
 """Rows and columns of a block with one scale."""
+
+
+class ShardUnit(NamedTuple):
+    """How ranks may cut the intermediate size of an expert.
+
+    Attributes:
+        columns: a rank's shard is a multiple of this, if the whole size is; ranks may have different numbers of units.
+        required: whether more ranks than units are refused; otherwise they get smaller shards.
+    """
+
+    columns: int = 1
+    required: bool = True
+
+
+SHARD_UNITS: dict[str, ShardUnit] = {
+    # Ranks may have uneven shards instead of zero padding: no rank stores more than with padding, and none reads zeros. The unit is two
+    # groups of columns with one scale, because the kernels for many tokens need inner sizes that are multiples of 64.
+    "mxfp4": ShardUnit(64),
+    "int4": ShardUnit(32),
+    "fp8": ShardUnit(32, required=False),  # in smaller blocks, tensor cores cannot multiply e4m3 by e4m3
+}
+"""The units of the schemes whose scales cover several columns, by the scheme's name; those of other schemes are single columns."""
 
 
 @functools.lru_cache
@@ -103,6 +125,13 @@ class QuantConfig:
 
 ON_LOAD = QuantConfig("fp8", stored=False)
 """`--quantization fp8` for a checkpoint in 16 or 32 bits."""
+
+
+def scheme_name(quant: QuantConfig | None, flag: str | None) -> str:
+    """The name of the scheme in which a model's linear layers are stored: as its checkpoint says, or else the flag."""
+    if quant is None:
+        return flag or "none"
+    return "fp8-row" if quant.method == "fp8" and quant.scales == "row" else quant.method
 
 
 def with_flag(stored: QuantConfig | None, flag: str | None, name: str = "--quantization") -> QuantConfig | None:

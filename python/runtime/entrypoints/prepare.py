@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from runtime.config.machine import MachineFacts, probe
 from runtime.config.model_facts import DraftFacts, ModelFacts
 from runtime.config.quant_config import with_flag
 from runtime.config.resolve import check, resolve
-from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import with_embedded_draft
 from runtime.config.speculative_tuning import MadeFor, fitting, read_tuning
@@ -21,11 +22,12 @@ from runtime.errors import ConfigError
 from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING
 from runtime.model_files.fingerprint import fingerprint
 from runtime.model_files.model_source import DRAFT_FLAGS, ModelSource, resolve_model, resolve_weights
+from runtime.models.checkpoint_shapes import check_shapes
 from runtime.models.config import ModelConfig
 from runtime.models.draft_config import draft_block_size, load_draft_config
 from runtime.models.hf_config import recommended_sampling
 from runtime.models.registry import load_hf_config
-from runtime.models.sharing import check_experts, check_heads
+from runtime.models.sharing import check_expert_width, check_experts, check_heads, faster_replicated
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 
@@ -66,6 +68,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         raise ConfigError(f"--kv-cache-dtype: {model_config.architecture} stores latent rows, in the model's dtype only. Use auto.")
     check_heads(model_config, args.tp_size // args.dp_size)
     check_experts(model_config, args.ep_size)
+    check_expert_width(model_config, args.quantization, args.tp_size // args.ep_size)
     draft = find_draft(args, source.kind)
     machine, tuning = probe(), None if args.speculative_tuning is None else read_tuning(args.speculative_tuning)
     config = fitted(resolve(args, machine, facts, draft, tuning), machine)
@@ -83,6 +86,34 @@ def check_draft_files(config: RuntimeConfig, target: ModelConfig) -> None:
     quant = with_flag(draft.quant, speculative.draft_quantization, "--speculative-draft-model-quantization")
     if quant is not None and quant.method == "fp8":
         check_fp8("weights of the draft", config.device.gpu, config.device.dtype)
+    _check_draft_heads(config, speculative, replace(draft, quant=quant))
+
+
+def _check_draft_heads(config: RuntimeConfig, speculative: SpeculativeConfig, draft: ModelConfig) -> None:
+    """Refuse a draft whose heads the target's ranks cannot share, unless each of them may hold the whole draft."""
+    device, ranks = config.device, config.parallel.tp_size // config.parallel.dp_size
+    # Only the ranks know the kind of their all-reduce; with the slower kind, more drafts are replicated.
+    sum_bytes = max(device.tuning.sum_bytes, device.tuning.nccl_sum_bytes)
+    may_replicate = device.device == "cuda" and draft.moe is None and faster_replicated(draft, ranks, sum_bytes)
+    if speculative.draft_tp_size == 1 or (speculative.draft_tp_size is None and may_replicate):
+        return
+    try:
+        check_heads(draft, ranks)
+    except ConfigError as error:
+        raise ConfigError(
+            f"The draft {speculative.draft_model_path}: {error} Or give --speculative-draft-tp-size 1, so that each rank holds all of it."
+        ) from error
+
+
+def check_weights(config: RuntimeConfig, target: ModelConfig) -> None:
+    """Refuse weights of the target or of a standalone draft that do not fit their config.json. A start finds this while it loads them."""
+    if config.model.load_format == "safetensors":
+        check_shapes(config.model.model_path, target)
+    speculative = config.speculative
+    if speculative is None or speculative.algorithm != "STANDALONE" or speculative.draft_load_format != "safetensors":
+        return
+    assert speculative.draft_model_path is not None, "checked with the flags"
+    check_shapes(speculative.draft_model_path, load_draft_config(speculative.draft_model_path, speculative.algorithm, target).model)
 
 
 def check_token_map(config: RuntimeConfig, target: ModelConfig) -> None:

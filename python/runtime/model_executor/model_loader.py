@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from typing import Protocol
 
 from runtime.config.host_memory import MIB
+from runtime.config.quant_config import SHARD_UNITS
 from runtime.errors import ConfigError
 from runtime.layers.backend_selection import select_ops
 from runtime.model_executor.context import WorkerContext
@@ -55,7 +56,7 @@ def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
     Shards of experts that are split at multiples of columns may differ, because each rank chooses their kernels by its own sizes.
     """
     experts = [mlp.experts for mlp in model.sparse_mlps]
-    sizes = [(each.count, each.size[0] if each.scheme.shard_unit > 1 else each.size) for each in experts]
+    sizes = [(each.count, each.size[0] if each.scheme.name in SHARD_UNITS else each.size) for each in experts]
     shapes = context.group.gather(([gemm.key(0) for gemm in model.gemms()], sizes))
     if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
         raise ConfigError(

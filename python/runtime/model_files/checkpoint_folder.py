@@ -75,10 +75,27 @@ def tensor_places(folder: Path) -> dict[str, tuple[Path, Entry]]:
         return {}
 
 
-def _indexed_names(index: Path) -> list[str]:
+def indexed_tensors(folder: Path) -> list[str]:
+    """The names of the tensors in the index; none if the weights are not those of an index.
+
+    Raises:
+        ConfigError: the index is malformed.
+    """
+    index, single = folder / INDEX, folder / SINGLE
+    shards = _weight_map(index) if index.is_file() else {}
+    return list(shards) if SINGLE in shards.values() or not single.is_file() else []
+
+
+def _weight_map(index: Path) -> dict[str, object]:
+    """The name of each tensor's file, by the name of the tensor."""
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ConfigError(f"{index} is not an index of safetensors files; download it again")
+    return shards
+
+
+def _indexed_names(index: Path) -> list[str]:
+    shards = _weight_map(index)
     # The index is untrusted: it may name only files in its own folder.
     outside = [name for name in shards.values() if not isinstance(name, str) or Path(name).name != name]
     if outside:

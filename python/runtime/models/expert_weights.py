@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,12 +10,12 @@ import torch
 
 from runtime.config.quant_config import BLOCK
 from runtime.distributed.parallel_group import Shard
-from runtime.errors import ConfigError
 from runtime.layers.moe.experts import Experts
 from runtime.layers.quantization.fp8 import BlockFp8, RowFp8
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
-from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, WeightSlot
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, WeightSlot
 from runtime.models.checkpoint_parts import Sliceable
+from runtime.models.sharing import expert_unit
 from runtime.models.weights import FusedTensor, NamedTensors, WeightTable, ignore
 
 
@@ -113,7 +112,8 @@ def stacked_weights(
         assert len(held) == placement.total, "the shared expert follows all of the routed ones"
         prefixes, held = [*prefixes, shared], range(placement.total + 1)
     scheme = table.scheme_of([prefix + part for prefix in prefixes for part in (names.gate, names.up, names.down)])
-    cut = _cut(placement.shard, inner, scheme)
+    shard = placement.shard
+    cut = replace(shard, unit=expert_unit(inner, shard.count, scheme.name)).of(inner)
     width, count = cut.stop - cut.start, len(held)
     of_expert = [_parts_of(names, prefix, hidden, inner, cut) for prefix in prefixes]
     gate_up = scheme.allocate(NewWeight(2 * width, hidden, table.dtype, table.device, count, of_expert[0][:2]))
@@ -149,19 +149,6 @@ def stacked_weights(
     )
     table.hold(experts.tensors)
     return experts
-
-
-def _cut(shard: Shard, inner: int, scheme: QuantScheme) -> slice:
-    """The part of the intermediate size that a rank holds."""
-    unit = math.gcd(inner, scheme.shard_unit)
-    if inner // unit < shard.count and not scheme.unit_required:
-        unit = 1
-    if inner // unit < shard.count:
-        raise ConfigError(
-            f"{shard.count} ranks cannot share an expert of intermediate size {inner}: the {scheme.name} weights are cut at multiples "
-            f"of {unit}. Use a smaller --tp-size, or a larger --ep-size."
-        )
-    return replace(shard, unit=unit).of(inner)
 
 
 def _parts_of(names: ExpertNames, prefix: str, hidden: int, inner: int, cut: slice) -> tuple[LinearPart, LinearPart, LinearPart]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+from runtime.config.quant_config import SHARD_UNITS, ShardUnit, scheme_name, with_flag
 from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig
+
+SUMS = 2
+"""All-reduces per block: after attention and after the MLP."""
 
 
 def check_heads(config: ModelConfig, ranks: int) -> None:
@@ -34,3 +40,42 @@ def check_experts(config: ModelConfig, ep_size: int) -> None:
     if ep_size > 1 and (config.moe is None or config.moe.num_experts % ep_size):
         count = "no experts" if config.moe is None else f"{config.moe.num_experts} experts"
         raise ConfigError(f"--ep-size {ep_size}: {config.architecture} has {count}; use a divisor of their number, or leave the flag out.")
+
+
+def check_expert_width(config: ModelConfig, flag: str | None, ranks: int) -> None:
+    """Raise `ConfigError` if `ranks` ranks cannot share one expert. `flag`: the value of --quantization."""
+    moe, quant = config.moe, with_flag(config.quant, flag)
+    if moe is None or not any(moe.layers):
+        return
+    layer = f"{config.weight_prefix}layers.{moe.layers.index(True)}.mlp.experts.0.gate_proj"
+    kept = quant is not None and quant.keeps(layer)
+    expert_unit(moe.intermediate_size, ranks, "none" if kept else scheme_name(quant, flag))
+
+
+def expert_unit(inner: int, ranks: int, scheme: str) -> int:
+    """The columns at whose multiples ranks cut an expert of intermediate size `inner` that is stored in the scheme of this name.
+
+    Raises:
+        ConfigError: there are more ranks than such units.
+    """
+    columns, required = SHARD_UNITS.get(scheme, ShardUnit())
+    unit = math.gcd(inner, columns)
+    if inner // unit < ranks and not required:
+        unit = 1
+    if inner // unit < ranks:
+        raise ConfigError(
+            f"{ranks} ranks cannot share an expert of intermediate size {inner}: the {scheme} weights are cut at multiples "
+            f"of {unit}. Use a smaller --tp-size, or a larger --ep-size."
+        )
+    return unit
+
+
+def faster_replicated(draft: ModelConfig, ranks: int, sum_bytes: float) -> bool:
+    """Whether a decode pass over a dense block of a draft is faster replicated on `ranks` GPUs than sharded.
+
+    Args:
+        sum_bytes: bytes that a GPU reads in the time of an all-reduce.
+    """
+    columns = 2 * (draft.num_q_heads + draft.num_kv_heads) * draft.head_dim + 3 * draft.intermediate_size
+    block_bytes = draft.hidden_size * columns * (2 if draft.quant is None else 1)
+    return block_bytes * (1 - 1 / ranks) < SUMS * sum_bytes

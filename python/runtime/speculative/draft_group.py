@@ -6,9 +6,7 @@ from runtime.config.device_tuning import DeviceTuning
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.models.config import ModelConfig
 from runtime.models.context import ModelContext
-
-SUMS = 2
-"""All-reduces per block: after attention and after the MLP."""
+from runtime.models.sharing import faster_replicated
 
 
 def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext, tuning: DeviceTuning) -> ParallelGroup:
@@ -24,7 +22,4 @@ def _faster_replicated(draft: ModelConfig, target: ModelContext, tuning: DeviceT
     """Whether a decode pass over a dense block is faster replicated than sharded. Never on a CPU."""
     if target.device.type == "cpu" or draft.moe is not None:
         return False
-    columns = 2 * (draft.num_q_heads + draft.num_kv_heads) * draft.head_dim + 3 * draft.intermediate_size
-    block_bytes = draft.hidden_size * columns * (2 if draft.quant is None else 1)
-    sums = SUMS * (tuning.nccl_sum_bytes if target.group.fused is None else tuning.sum_bytes)
-    return block_bytes * (1 - 1 / target.group.size) < sums
+    return faster_replicated(draft, target.group.size, tuning.nccl_sum_bytes if target.group.fused is None else tuning.sum_bytes)

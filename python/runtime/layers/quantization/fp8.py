@@ -29,7 +29,6 @@ class BlockFp8(QuantScheme):
 
     name = "fp8"
     gemm_caps = GemmCaps(dense=False, scaled=True)
-    shard_unit, unit_required = 32, False  # in smaller blocks, tensor cores cannot multiply e4m3 by e4m3
 
     def __init__(self, scale_name: str, stored: bool) -> None:
         """`stored`: whether checkpoints contain e4m3 and scales; otherwise weights of any float dtype are quantised while loading."""

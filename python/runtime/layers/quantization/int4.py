@@ -37,7 +37,6 @@ class Int4(QuantScheme):
 
     name = "int4"
     gemm_caps = GemmCaps(dense=False)
-    shard_unit = GROUP
 
     @property
     def heads(self) -> QuantScheme:

@@ -32,9 +32,6 @@ class Mxfp4(QuantScheme):
 
     name = "mxfp4"
     gemm_caps = GemmCaps(dense=False)
-    # Ranks may have uneven shards instead of zero padding: no rank stores more than with padding, and none reads zeros. The unit is two
-    # groups, because the kernels for many tokens need inner sizes that are multiples of 64.
-    shard_unit = 2 * GROUP
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty codes and scales, for activations of any dtype."""

@@ -132,17 +132,10 @@ class NewWeight:
 class QuantScheme(Protocol):
     """How the weight of a linear layer is stored, filled and multiplied by. Stateless; one scheme serves all layers of
     a model. Subclass it explicitly.
-
-    Attributes:
-        shard_unit: a rank's shard of an expert's intermediate size is a multiple of this, if the whole size is; ranks may have different
-            numbers of units.
-        unit_required: whether more ranks than units are refused; otherwise they get smaller shards.
     """
 
     name: str
     gemm_caps: GemmCaps
-    shard_unit: int = 1
-    unit_required: bool = True
 
     @property
     def heads(self) -> QuantScheme:

@@ -114,7 +114,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("logit_bias", "stop_token_ids", "shown_token_ids", "grammar_after"):
             check_token_ids(name, getattr(self, name) or (), vocab_size)
         if (grammar := self.grammar) is not None and len(grammar.text) > MAX_GRAMMAR_CHARS:
-            raise InvalidField(grammar.kind, grammar.text, f"a string of at most {MAX_GRAMMAR_CHARS} characters")
+            limit = f"a string of at most {MAX_GRAMMAR_CHARS} characters"
+            raise InvalidField(grammar.kind, grammar.text, limit, subject="The whole grammar")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from runtime.entrypoints.openai.chat_updates import ChatFinish
 from runtime.entrypoints.openai.protocol import ChatCompletion
 from runtime.managers.messages import Finish, TextOut
 from runtime.managers.telemetry.progress import Progress
+from runtime.sampling_params import MAX_GRAMMAR_CHARS
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
@@ -330,6 +331,13 @@ def test_a_grammar_without_reasoning_holds_from_the_first_token_of_any_template(
         assert (requests[0].sampling.structural_tag, requests[0].sampling.json_schema) == (None, '{"type":"object"}')
     kept = {"response_format": {"type": "json_object"}, "reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
     assert "<think>" in (ask("{}", kept, template)[2][0].sampling.structural_tag or "")
+
+
+def test_a_schema_that_is_too_long_with_thinking_is_refused_by_its_own_name() -> None:
+    schema = {"name": "n", "schema": {"enum": ["x" * (MAX_GRAMMAR_CHARS - 20)]}}
+    error = refused({"response_format": {"type": "json_schema", "json_schema": schema}})
+    assert error["message"].startswith(f"The whole grammar must be a string of at most {MAX_GRAMMAR_CHARS} characters; got")
+    assert error["param"] == "response_format.json_schema.schema"
 
 
 def test_a_thought_that_the_message_to_continue_opens_goes_on() -> None:

@@ -191,6 +191,7 @@ def bytes_of(token: int) -> bytes:
         ("regex", "a{99999999}", "too many expressions constructed\\.$"),
         ("ebnf", "start: <nope>", 'unknown special token: "<nope>"\\.$'),
         ("ebnf", 'start: "a', "lexer error\\.$"),
+        ("ebnf", "root ::= " + "(" * 5000, "nested too deeply"),
         ("ebnf", "root ::= )", "[Ff]ailed to convert|[Ee]xpected"),
         ("ebnf", 'root ::= "a" root', "No text matches"),
         ("structural_tag", {"format": {"type": "nope"}}, "Invalid value 'nope'"),

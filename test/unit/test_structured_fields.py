@@ -152,6 +152,11 @@ def test_arguments_out_of_bounds_are_refused_by_name(fields: dict[str, Any], nam
     assert caught.value.param == named
 
 
+def test_a_malformed_structural_tag_is_not_called_a_schema() -> None:
+    with pytest.raises(RequestError, match="structural_tag must be a structural tag, as an object or as JSON text of at most"):
+        read_body(GenerateBody, {"text": "x", "sampling_params": {"structural_tag": "x"}})
+
+
 def test_two_constraints_are_named_in_the_refusal() -> None:
     with pytest.raises(RequestError, match=r"^json_schema and structured_outputs\.regex cannot be combined\.$"):
         spec_of({"json_schema": SCHEMA, "structured_outputs": {"regex": "a"}})

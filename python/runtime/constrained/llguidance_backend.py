@@ -130,7 +130,8 @@ def _lark(ebnf: str) -> str:
     try:
         return grammar_from("grammar", ebnf)
     except Exception as error:  # the converter raises what its parser raises
-        raise GrammarError("ebnf", _sentence(str(error))) from error
+        too_deep = "maximum recursion depth" in str(error)
+        raise GrammarError("ebnf", "It is nested too deeply." if too_deep else _sentence(str(error))) from error
 
 
 def unanchored(regex: str) -> str:

@@ -65,5 +65,5 @@ def after_thinking(answer: Format, begin: str, end: str) -> Format:
 
 def with_part(sampling: SamplingParams, part: Format, after: tuple[int, ...] = ()) -> SamplingParams:
     """`sampling` with `part` instead of its own grammar. It starts after the tokens `after`, if there are any."""
-    text = json.dumps({"type": "structural_tag", "format": to_builtins(part)}, ensure_ascii=False)
+    text = json.dumps({"type": "structural_tag", "format": to_builtins(part)}, ensure_ascii=False, separators=(",", ":"))
     return structs.replace(sampling, json_schema=None, regex=None, ebnf=None, structural_tag=text, grammar_after=after)

@@ -143,6 +143,11 @@ JsonSchema = Annotated[
     Field(description=f"a JSON schema, as an object or as JSON text of at most {MAX_GRAMMAR_CHARS} characters"),
 ]
 
+StructuralTag = Annotated[
+    JsonSchemaText | dict[str, Any],
+    Field(description=f"a structural tag, as an object or as JSON text of at most {MAX_GRAMMAR_CHARS} characters"),
+]
+
 
 def schema_text(schema: str | dict[str, Any]) -> str:
     """A JSON schema as text."""
@@ -191,7 +196,7 @@ class SamplingFields(Body):
     speculative_num_steps: DraftSteps | None = None
     stop: StopText | Annotated[list[StopText], items(0, MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], items(0, MAX_STOP_IDS)] = []
-    structural_tag: JsonSchema | None = None
+    structural_tag: StructuralTag | None = None
     temperature: Temperature | None = None
     top_k: TopK | None = None
     top_p: TopP | None = None

@@ -111,10 +111,10 @@ def test_a_message_that_is_continued_need_not_think(name: str) -> None:
         assert [*parser.feed(text, []), *parser.finish()] == [delta]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-r1", "minimax"])
-def test_text_without_reasoning_is_content_unless_it_begins_with_the_tag(name: str) -> None:
+@pytest.mark.parametrize(("name", "untagged"), [("qwen3", Content("a")), ("deepseek-r1", Reasoning("a")), ("minimax", Reasoning("a"))])
+def test_text_without_reasoning_is_content_unless_the_model_always_thinks(name: str, untagged: object) -> None:
     form = OutputFormat(byte_tokenizer(), "hermes", name)
-    for text, delta in (("a", Content("a")), ("<think>a", Reasoning("a"))):
+    for text, delta in (("a", untagged), ("<think>a", Reasoning("a"))):
         parser = form.parser(OutputRequest({}, thinks=False), [IM_START, *b"assistant\n"])
         assert parser is not None
         assert [*parser.feed(text, []), *parser.finish()] == [delta]

@@ -43,7 +43,8 @@ class OutputRequest:
         rule: how strictly the grammar constrains calls.
         parallel: whether the answer may have several calls.
         continues: whether the output continues a message of the prompt, which then determines whether the model thinks.
-        thinks: whether the model may think if the prompt does not determine it; false if the request switches reasoning off.
+        thinks: whether the model may think if the prompt does not determine it; false if the request switches reasoning off, which models
+            that always think ignore.
     """
 
     tools: Schemas
@@ -116,7 +117,7 @@ class OutputFormat:
     def _after_thinking(self, sampling: SamplingParams, part: Format, request: OutputRequest, prompt_ids: Sequence[int]) -> SamplingParams:
         """`sampling` with its grammar, or `part` instead, starting after the thinking."""
         thinking, opening = self._thinking_for(request), self.opening(prompt_ids)
-        if thinking is None or opening == "closed" or (opening == "unknown" and not request.thinks):
+        if thinking is None or opening == "closed" or (opening == "unknown" and not request.thinks and not thinking.forced):
             return with_part(sampling, part) if request.tools else sampling
         if opening != "open" and not thinking.forced:
             return with_part(sampling, after_thinking(part, thinking.begin, thinking.end))
@@ -143,9 +144,7 @@ class OutputFormat:
 
     def _thinking_for(self, request: OutputRequest) -> ThinkFormat | None:
         thinking = self._thinking
-        if thinking is None:
-            return None
-        return replace(thinking, separate=request.separate, forced=thinking.forced and request.thinks and not request.continues)
+        return thinking and replace(thinking, separate=request.separate, forced=thinking.forced and not request.continues)
 
     def opening(self, prompt_ids: Sequence[int]) -> Opening:
         """Whether the prompt ends inside thinking, from the text after its last control token that is not a thinking tag."""

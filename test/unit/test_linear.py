@@ -99,6 +99,14 @@ def test_a_prompt_row_is_the_same_in_every_pass(scheme: str, out_features: int, 
         assert torch.equal(layer(x[start:stop], in_prompt=True), whole[start:stop]), (start, stop)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_prompts_are_multiplied_by_codes_without_avx512(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    layer, x = quantized(scheme, random(960, 576)), random(40, 576, seed=3)
+    for capability, by_codes in (("AVX2", True), ("AVX512", False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert torch.equal(layer(x, in_prompt=True), layer(x)) == by_codes, capability
+
+
 def test_quantization_is_off_by_at_most_half_a_step() -> None:
     rows = random(50, 64) * torch.logspace(-6, 3, 50)[:, None]
     stored = quantize_rows(rows)

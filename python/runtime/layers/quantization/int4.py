@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from runtime.errors import ConfigError
-from runtime.layers.quantization.int8 import QUANTIZED_AT_ONCE, Int8, blocked_matmul
+from runtime.layers.quantization.int8 import QUANTIZED_AT_ONCE, Int8, blocked_matmul, prompts_use_gemms
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 GROUP = 32
@@ -92,7 +92,7 @@ class Int4(QuantScheme):
         The bits of a row's result do not depend on the other rows, as in `Int8`.
         """
         rows = x.bfloat16()
-        if storage.packed is not None and not in_prompt:
+        if storage.packed is not None and not (in_prompt and prompts_use_gemms()):
             out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), storage.packed, GROUP, storage.scale)
         else:
             out = blocked_matmul(rows, self.dequantize(storage, torch.bfloat16))

@@ -54,7 +54,8 @@ class Int8(QuantScheme):
         """[T, in] -> [T, out], the dtype of `x`.
 
         The bits of a row's result do not depend on the other rows, but a prompt pass may give it others than a decode pass. For more than
-        32 rows a single bfloat16 GEMM would be faster than the packed kernel, but would not keep the bits.
+        32 rows a single bfloat16 GEMM would be faster than the packed kernel, but would not keep the bits. Without AVX-512 the packed
+        kernel is faster for prompts, too.
         """
         out = _multiply(x.bfloat16(), storage.weight, storage.scales, in_prompt).type_as(x)
         return out if bias is None else out.add_(bias)
@@ -66,7 +67,7 @@ class Int8(QuantScheme):
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_prompt: bool) -> torch.Tensor:
     packable = weight.shape[1] % COLUMN_MULTIPLE == 0 and weight.shape[0] % ROW_MULTIPLE == 0
-    if packable and not in_prompt:
+    if packable and not (in_prompt and prompts_use_gemms()):
         return torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight, scale)
     return blocked_matmul(x, weight.to(torch.bfloat16)).mul_(scale)
 
@@ -74,6 +75,13 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_pro
 def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` for bfloat16 `x` [T, in], by GEMMs of one size, because a CPU sums a row differently in GEMMs of different sizes."""
     return in_blocks(x, weight, None, (block_rows(),))
+
+
+def prompts_use_gemms() -> bool:
+    """Whether a prompt is faster with bfloat16 GEMMs than with the packed kernels. Without AVX-512 it is not: oneDNN does not vectorise
+    them.
+    """
+    return torch.backends.cpu.get_cpu_capability() != "AVX2"
 
 
 @functools.cache

@@ -34,7 +34,8 @@ KEYS = ("phase",)
 SHARES = {"calm": 0.2, "storm": 0.6, "kills, one rank": 0.1, "kills, two ranks": 0.1}
 """The share of --minutes that each phase gets."""
 EMBEDDED = ("--device", "cpu", "--max-total-tokens", "12288", "--random-seed", "1", "--queue-timeout", "300")
-ALL_KILLS = 15.0
+ALL_KILLS = 1.0
+"""Minutes of the whole run from which every victim is killed at least once."""
 SAMPLE_SECONDS, RECORD_SECONDS = 2.0, 60.0
 SERIES_POINTS = 60
 """Most points of each process's memory size over time that a row has."""
@@ -140,11 +141,13 @@ async def run_phase(
     record.add(await figures() | await leaks(server))
 
 
-async def kills(phase: str, flags: Sequence[str], count: int, until: float, rng: random.Random, think: float) -> dict[str, Any]:
-    """Start servers and kill a process of each, until the time is over; within `ALL_KILLS` seconds every victim is killed at least once."""
+async def kills(
+    phase: str, flags: Sequence[str], count: int, until: float, every: bool, rng: random.Random, think: float
+) -> dict[str, Any]:
+    """Start servers and kill a process of each, until the time is over. `every`: until every victim was killed, too."""
     began, total, killed = time.monotonic(), Tally(), Counter[str]()
     victims = [*(["worker-1"] if "--tp-size" in flags else []), "scheduler", "detokenizer", "http"]
-    least = len(victims) if until - began >= ALL_KILLS else 1
+    least = len(victims) if every else 1
     while time.monotonic() < until or len(killed) < least:
         victim = victims[killed.total() % len(victims)]
         with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +188,7 @@ async def storm(record: Record, flags: Sequence[str], minutes: float, count: int
         await run_phase(server, record, "calm", count, 0, ends[0], rng, think)
         await run_phase(server, record, "storm", count, count // 2, ends[1], rng, think)
     for phase, more, until in (("kills, one rank", (), ends[2]), ("kills, two ranks", ("--tp-size", "2"), ends[3])):
-        record.add(await kills(phase, [*tiny, *more], min(count, 16), until, rng, think))
+        record.add(await kills(phase, [*tiny, *more], min(count, 16), until, minutes >= ALL_KILLS, rng, think))
 
 
 def failures(rows: Sequence[Mapping[str, Any]], minutes: float) -> list[str]:

@@ -80,13 +80,21 @@ def compiled(source: str, name: str, folder: Path) -> Any:
     known = set(re.findall(r"\w+", HEADER.read_text(encoding="utf-8")))
     others = sorted(set(re.findall(r"emulation::(\w+)\(", program)) - known)
     failures = "\n".join(f'template <class... T> void {other}(T&&...) {{ fail("{other} is not emulated"); }}' for other in others)
-    text = f'#include "{HEADER}"\nnamespace emulation {{\n{failures}\n}}\n{program}\n{_launcher(source, name)}'
+    text = f'#include "{HEADER.name}"\nnamespace emulation {{\n{failures}\n}}\n{program}\n{_launcher(source, name)}'
     library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     if not library.exists():
-        file = library.with_suffix(".cpp")
+        header, file = folder / HEADER.name, library.with_suffix(".cpp")
+        if not header.exists():
+            shutil.copy(HEADER, header)
+            _compile(header, f"{header}.gch")  # parsed once for all programs
         file.write_text(text, encoding="utf-8")
-        subprocess.run([COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", "-o", library, file], check=True)
+        _compile(file, library, "-shared")
     return ctypes.CDLL(str(library)).emulated_launch
+
+
+def _compile(file: Path, out: Path | str, *flags: str) -> None:
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-std=c++17", "-O1", "-w", "-fPIC", "-fno-gnu-unique", *flags, "-o", out, file], check=True)
 
 
 def host_source(source: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from test_benchmark_quick import check_quick_run
 
 MINUTES = float(os.environ.get("TALON_STORM_MINUTES", "0.2"))
-"""How long the storm takes; `scripts/test.sh` asks for three minutes."""
+"""How long the storm takes; `scripts/test.sh` asks for 1.5 minutes."""
 
 
 @pytest.mark.timeout(900)

@@ -77,12 +77,21 @@ def test_experts_follow_their_definition(monkeypatch: pytest.MonkeyPatch, name: 
         torch.testing.assert_close(deferred.squares, h.square().view(rows, -1, 16).sum(2), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("sms", [1, SMS, 23], ids=["many units", "one or two units", "one unit or none"])
-@pytest.mark.parametrize(("rows", "hidden"), [(1, HIDDEN), (4, 9 * HIDDEN), (8, HIDDEN)])
-@pytest.mark.parametrize("name", ["dense", "fp8-row", "mxfp4"])
-def test_units_of_a_shared_expert_come_first(monkeypatch: pytest.MonkeyPatch, name: str, rows: int, hidden: int, sms: int) -> None:
-    """The number of units of the shared expert that a block takes, which it copies before it knows the routing."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=sms))
+UNITS = {"many units": 1, "one or two units": SMS, "one unit or none": 23}
+"""The number of multiprocessors for which a block takes so many units of the shared expert."""
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "hidden", "units"),
+    [
+        (name, *size, list(UNITS)[(i + j) % 3])
+        for i, name in enumerate(("dense", "fp8-row", "mxfp4"))
+        for j, size in enumerate(((1, HIDDEN), (4, 9 * HIDDEN), (8, HIDDEN)))  # all pairs
+    ],
+)
+def test_units_of_a_shared_expert_come_first(monkeypatch: pytest.MonkeyPatch, name: str, rows: int, hidden: int, units: str) -> None:
+    """Blocks copy their units of the shared expert before they know the routing."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=UNITS[units]))
     layer, x = Layer(name, hidden), guarded(torch.randn((rows, hidden)).to(BF16))
     for hot in (None, TOP_K):
         routing = routed(rows, EXPERTS, TOP_K, hot, shared=1)

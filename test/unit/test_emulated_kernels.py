@@ -125,9 +125,14 @@ def test_large_weights_are_not_resident() -> None:
     assert not fits(2048, 2048, 17)
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("rank", "rope_dim"), [(512, 64), (64, 8), (320, 32)])
-@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize(
+    ("tokens", "rank", "rope_dim", "interleaved"),
+    [
+        (tokens, *dims, (i + j) % 2 == 0)
+        for i, tokens in enumerate((1, 5, 16))
+        for j, dims in enumerate(((512, 64), (64, 8), (320, 32)))  # all pairs
+    ],
+)
 def test_queries_are_absorbed_and_new_rows_written(tokens: int, rank: int, rope_dim: int, interleaved: bool) -> None:
     torch.manual_seed(tokens)
     H, nope, first, slots = 2, 32, 24, torch.randperm(20)[:tokens]

@@ -28,8 +28,7 @@ def rows_differ(layer: Linear, x: torch.Tensor, in_prompt: bool = False) -> list
     return [rows for rows in dict.fromkeys(ROWS) if not torch.equal(layer(x[:rows], in_prompt), alone[:rows])]
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "biased"), [(SHAPES[0], True), *((shape, i % 2 == 1) for i, shape in enumerate(SHAPES))])
 def test_a_row_has_the_same_bits_in_any_pass(shape: tuple[int, int], biased: bool) -> None:
     layer = Linear.dense(random(*shape), random(shape[0]) if biased else None)
     assert rows_differ(layer, random(max(ROWS), shape[1])) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from runtime.errors import ConfigError
 from runtime.json_file import read_object
@@ -86,7 +86,7 @@ def indexed_tensors(folder: Path) -> list[str]:
     return list(shards) if SINGLE in shards.values() or not single.is_file() else []
 
 
-def _weight_map(index: Path) -> dict[str, object]:
+def _weight_map(index: Path) -> dict[str, Any]:
     """The name of each tensor's file, by the name of the tensor."""
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:

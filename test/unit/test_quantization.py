@@ -28,13 +28,14 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from runtime.config.quant_config import ON_LOAD, LayerNames, QuantConfig, with_flag
+from runtime.config.quant_config import ON_LOAD, SHARD_UNITS, LayerNames, QuantConfig, scheme_name, with_flag
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.fp8 import E4M3, BlockFp8, RowFp8, block_size, quantize_blocks
-from runtime.layers.quantization.mxfp4 import Mxfp4
-from runtime.layers.quantization.registry import quant_scheme
+from runtime.layers.quantization.int4 import GROUP as INT4_GROUP
+from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
+from runtime.layers.quantization.registry import SCHEMES, quant_scheme
 from runtime.layers.quantization.scheme import LinearPart, NewWeight
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
@@ -483,3 +484,16 @@ def test_kept_layers_of_a_model_are_dense(tmp_path: Path) -> None:
     model = build_model(load_hf_config(tmp_path), TorchOps(), torch.float32, CPU, "fp8")
     assert model.lm_head.scheme is DENSE
     assert model.layers[0].mlp.gate_up_proj.scheme.name == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("quant", "flag"),
+    [(None, None), (None, "int8"), (None, "int4"), (BLOCK, None), (ROW, None), (ON_LOAD, "fp8"), (QuantConfig("mxfp4"), None)],
+)
+def test_the_name_of_a_scheme_is_known_without_torch(quant: QuantConfig | None, flag: str | None) -> None:
+    assert scheme_name(quant, flag) == quant_scheme(quant, flag).name
+
+
+def test_every_shard_unit_is_that_of_a_scheme() -> None:
+    assert {SCHEMES[name](BLOCK).name for name in SCHEMES} >= SHARD_UNITS.keys()
+    assert SHARD_UNITS["mxfp4"].columns % (2 * GROUP) == 0 == SHARD_UNITS["int4"].columns % INT4_GROUP

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,7 +10,6 @@ from runtime.config.device import check_fp8
 from runtime.config.host_memory import host_memory
 from runtime.config.machine import MachineFacts, probe
 from runtime.config.model_facts import DraftFacts, ModelFacts
-from runtime.config.quant_config import with_flag
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
@@ -24,7 +22,7 @@ from runtime.model_files.fingerprint import fingerprint
 from runtime.model_files.model_source import DRAFT_FLAGS, ModelSource, resolve_model, resolve_weights
 from runtime.models.checkpoint_shapes import check_shapes
 from runtime.models.config import ModelConfig
-from runtime.models.draft_config import draft_block_size, load_draft_config
+from runtime.models.draft_config import draft_block_size, read_draft
 from runtime.models.hf_config import recommended_sampling
 from runtime.models.registry import load_hf_config
 from runtime.models.sharing import check_expert_width, check_experts, check_heads, faster_replicated
@@ -82,11 +80,10 @@ def check_draft_files(config: RuntimeConfig, target: ModelConfig) -> None:
     speculative = config.speculative
     if speculative is None or speculative.draft_model_path is None:
         return
-    draft = load_draft_config(speculative.draft_model_path, speculative.algorithm, target).model
-    quant = with_flag(draft.quant, speculative.draft_quantization, "--speculative-draft-model-quantization")
-    if quant is not None and quant.method == "fp8":
+    draft = read_draft(speculative, target).model
+    if draft.quant is not None and draft.quant.method == "fp8":
         check_fp8("weights of the draft", config.device.gpu, config.device.dtype)
-    _check_draft_heads(config, speculative, replace(draft, quant=quant))
+    _check_draft_heads(config, speculative, draft)
 
 
 def _check_draft_heads(config: RuntimeConfig, speculative: SpeculativeConfig, draft: ModelConfig) -> None:
@@ -113,7 +110,7 @@ def check_weights(config: RuntimeConfig, target: ModelConfig) -> None:
     if speculative is None or speculative.algorithm != "STANDALONE" or speculative.draft_load_format != "safetensors":
         return
     assert speculative.draft_model_path is not None, "checked with the flags"
-    check_shapes(speculative.draft_model_path, load_draft_config(speculative.draft_model_path, speculative.algorithm, target).model)
+    check_shapes(speculative.draft_model_path, read_draft(speculative, target).model)
 
 
 def check_token_map(config: RuntimeConfig, target: ModelConfig) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.config.draft_algorithms import ALGORITHM_CAPS, DraftFormat, SpecAlgorithm
+from runtime.config.quant_config import with_flag
+from runtime.config.runtime_config import SpeculativeConfig
 from runtime.errors import ConfigError
 from runtime.models import dflash_config, llama, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
@@ -93,6 +95,18 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
     if wanted not in fitting:
         raise _of_another_algorithm(fitting[0], file)
     return READERS[wanted](file, algorithm, target)
+
+
+def read_draft(speculative: SpeculativeConfig, target: ModelConfig) -> DraftConfig:
+    """The draft in its own folder, with its quantisation by checkpoint and flag.
+
+    Raises:
+        ConfigError: as `load_draft_config`, or the flag does not suit the checkpoint.
+    """
+    assert speculative.draft_model_path is not None, "checked with the flags"
+    found = load_draft_config(speculative.draft_model_path, speculative.algorithm, target)
+    quant = with_flag(found.model.quant, speculative.draft_quantization, "--speculative-draft-model-quantization")
+    return dataclasses.replace(found, model=dataclasses.replace(found.model, quant=quant))
 
 
 def draft_block_size(folder: str | Path, algorithm: SpecAlgorithm) -> int | None:

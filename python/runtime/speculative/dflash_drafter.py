@@ -36,8 +36,9 @@ from runtime.model_executor.target_model import ExtendPass
 from runtime.model_executor.window import fill_window
 from runtime.models.decoder import DecoderModel
 from runtime.models.dflash import DFlashDraftModel
+from runtime.models.draft_config import read_draft
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
-from runtime.speculative.draft_loader import loaded, read_config, sharing_ranks
+from runtime.speculative.draft_loader import loaded, sharing_ranks
 from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_passes import extend_spec
 from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting_grammar
@@ -56,7 +57,7 @@ class DFlashDrafter(ModelDrafter):
     @classmethod
     def make(cls, context: WorkerContext, target: DecoderModel) -> DFlashDrafter:
         """The drafter, with its draft loaded. Raises `ConfigError` if the draft does not fit, or if the depth exceeds its blocks."""
-        config = read_config(context, target)
+        config = read_draft(context.speculative, target.config)
         draft = DFlashDraftModel(config, target, sharing_ranks(context, config.model, target))
         check_depth(draft.draft_block.size, context.speculative.num_steps)
         return cls(*loaded(context, draft))

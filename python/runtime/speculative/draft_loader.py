@@ -1,14 +1,12 @@
-"""Loads the draft model of a drafter: its configuration, its ranks and its weights."""
+"""Loads the draft model of a drafter: its token map, its ranks and its weights."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Protocol, TypeVar, cast
 
 import torch
 
-from runtime.config.quant_config import with_flag
 from runtime.config.runtime_config import SpeculativeConfig
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import ConfigError
@@ -17,7 +15,6 @@ from runtime.model_executor.model_loader import Loadable, load_weights
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
-from runtime.models.draft_config import DraftConfig, load_draft_config
 from runtime.models.draft_head import DraftHead
 from runtime.models.token_map import load_token_map
 from runtime.speculative.draft_group import draft_group
@@ -38,15 +35,6 @@ class LoadableDraft(Loadable, Protocol):
 
 
 Draft = TypeVar("Draft", bound=LoadableDraft)
-
-
-def read_config(context: WorkerContext, target: DecoderModel) -> DraftConfig:
-    """The architecture of the draft in its own folder. Raises `ConfigError` if it does not fit the algorithm or the target."""
-    spec = context.speculative
-    assert spec.draft_model_path is not None, "checked with the flags"
-    found = load_draft_config(spec.draft_model_path, spec.algorithm, target.config)
-    quant = with_flag(found.model.quant, spec.draft_quantization, "--speculative-draft-model-quantization")
-    return replace(found, model=replace(found.model, quant=quant))
 
 
 def read_token_map(context: WorkerContext) -> torch.Tensor | None:

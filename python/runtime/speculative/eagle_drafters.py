@@ -5,25 +5,26 @@ from __future__ import annotations
 from runtime.config.quant_config import CPU_ONLY
 from runtime.model_executor.context import WorkerContext
 from runtime.models.decoder import DecoderModel
+from runtime.models.draft_config import read_draft
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model
 from runtime.models.standalone import StandaloneDraft
-from runtime.speculative.draft_loader import loaded, read_config, read_token_map, sharing_ranks
+from runtime.speculative.draft_loader import loaded, read_token_map, sharing_ranks
 from runtime.speculative.eagle_worker import EagleWorker
 
 
 def eagle(context: WorkerContext, target: DecoderModel) -> EagleWorker:
     """The drafter of an EAGLE head."""
-    config = read_config(context, target)
+    config = read_draft(context.speculative, target.config)
     group = sharing_ranks(context, config.model, target)
     return EagleWorker(*loaded(context, LlamaForCausalLMEagle(config, target, read_token_map(context), group)))
 
 
 def eagle3(context: WorkerContext, target: DecoderModel) -> EagleWorker:
     """The drafter of an EAGLE-3 head."""
-    config = read_config(context, target)
+    config = read_draft(context.speculative, target.config)
     return EagleWorker(*loaded(context, LlamaForCausalLMEagle3(config, target, sharing_ranks(context, config.model, target))))
 
 
@@ -34,7 +35,7 @@ def mtp(context: WorkerContext, target: DecoderModel) -> EagleWorker:
 
 def standalone(context: WorkerContext, target: DecoderModel) -> EagleWorker:
     """The drafter of a small model, quantised like the target's LM head if the target is int8 or int4 and the draft's checkpoint is not."""
-    config, own = read_config(context, target).model, target.context
+    config, own = read_draft(context.speculative, target.config).model, target.context
     quantization = own.scheme.heads.name if config.quant is None and context.config.model.quantization in CPU_ONLY else None
     group = sharing_ranks(context, config, target)
     shared = {"group": group, "head_group": own.group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}

@@ -324,6 +324,7 @@ def test_draft_state_equals_a_prefill_of_the_whole_text(
 def check_first_states(driver: Driver, fresh: Any, sampling: SamplingParams) -> None:
     """That the draft of each request of `driver`'s worker goes on from what a prefill of all its text leaves in the worker `fresh`."""
     driver.catch_up()
+    guess_after_each_chunk(fresh)
     for row, prompt in driver.prompts.items():
         left: list[tuple[torch.Tensor, ...]] = []
         reference = Driver(fresh, before=lambda row=row, left=left: left.append(first_state(fresh, row)))
@@ -332,6 +333,12 @@ def check_first_states(driver: Driver, fresh: Any, sampling: SamplingParams) -> 
         assert torch.equal(tokens, left[1][0])
         for mine, its in zip(numbers, left[1][1:], strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+
+
+def guess_after_each_chunk(worker: Any) -> None:
+    """From now on the draft's first guesses are also computed after chunks that do not end a prompt, which a server does not need."""
+    follow_prompt = type(worker.parts.drafter).follow_prompt.__get__(worker.parts.drafter)
+    worker.parts.drafter.follow_prompt = lambda extend: follow_prompt(replace(extend, ended=np.zeros(1, dtype=np.int32)))
 
 
 def first_state(worker: Any, row: int) -> tuple[torch.Tensor, ...]:
@@ -488,9 +495,19 @@ def test_the_drafts_head_reads_no_more_rows_than_it_guesses_from(
     for name in ("logits", "greedy"):  # a chain's greedy guesses need no logits
         head = getattr(worker.parts.drafter.model, name)
         monkeypatch.setattr(worker.parts.drafter.model, name, lambda hidden, head=head: rows.append(len(hidden)) or head(hidden))
+    follow_prompt, guessed = worker.parts.drafter.follow_prompt, list[tuple[bool, int, int]]()
+
+    def counting(extend: Any) -> None:
+        before = sum(rows)
+        follow_prompt(extend)
+        guessed.append((len(extend.ended) > 0, len(extend.chunks.last), sum(rows) - before))
+
+    monkeypatch.setattr(worker.parts.drafter, "follow_prompt", counting)
     driver = Driver(worker)
     driver.prefill(PROMPTS, chunk=5)
-    assert set(rows) == {4, 3, 2, 1}, "the last row of each chunk"
+    assert {ends for ends, _, _ in guessed} == {True, False}
+    for ends, chunks, count in guessed:
+        assert count == (chunks if ends else 0), "the last row of each chunk, if any of them ends a prompt"
     rows.clear()
     driver.decode([1, 2, 3])
     topk = spec.get("topk", 1)

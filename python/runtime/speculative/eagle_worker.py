@@ -168,8 +168,8 @@ class EagleWorker(ModelDrafter):
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Run the draft over prompt chunks.
 
-        With lookahead each position has the token after it; the last one has the sampled token, or the first of the next chunk. If the
-        first drafts are deferred, only KV is written.
+        With lookahead each position has the token after it; the last one has the sampled token, or the first of the next chunk. If no
+        chunk ends a prompt, or if the first drafts are deferred, only KV is written.
         """
         batch, rows, last, state = extend.chunks.batch, extend.chunks.batch.req_pool_indices, extend.chunks.last, self.state
         if not self.model.lookahead:
@@ -178,10 +178,14 @@ class EagleWorker(ModelDrafter):
             return
         tokens = torch.cat([batch.input_ids[1:], batch.input_ids[:1]])
         tokens[last] = extend.next_tokens
-        later = self.catch_up if extend.deferred and self.catch_up is not None and not self.catch_up.in_step else None
+        in_groups = self._target.runner.model.context.exchange is not None  # all groups run the same layers
+        later = self.catch_up if extend.deferred and not in_groups else None
+        kv_only = later is not None or not (len(extend.ended) or in_groups)
         batch = replace(batch, input_ids=tokens, hidden_states=extend.states.features)
         plan_pass(self.runner.backend, batch)
-        hidden = self.model.forward(batch, last if later is None else last[:0])
+        hidden = self.model.forward(batch, last[:0] if kv_only else last)
+        if not len(extend.ended) and kv_only:
+            return
         # A greedy request may later be verified together with sampled ones, but not with the probabilities of the
         # row's previous owner.
         state.probs.index_fill_(0, rows, 0.0)

@@ -35,7 +35,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Burst:
-    """One load: its labels in the rows and the flags of `bench_serving`."""
+    """One load: its labels in the rows and the flags of `bench_serving`. Without a label `concurrency`, the rows have the measured mean."""
 
     labels: Mapping[str, Any]
     flags: Sequence[str] = field(default=())
@@ -63,7 +63,8 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
         with Server([*setup.flags]) as server:
             for burst in bursts:
                 figures = bench(server, burst.flags)
-                row: Row = {**setup.labels, **burst.labels, **{name: figures[name] for name in KEPT}, "ready_seconds": server.ready_seconds}
+                row: Row = {**setup.labels, "concurrency": figures["concurrency"], **burst.labels}
+                row |= {**{name: figures[name] for name in KEPT}, "ready_seconds": server.ready_seconds}
                 row |= {"server_flags": " ".join(setup.flags)} | worker_facts(row, server.facts())
                 if roof is not None:
                     row |= roof_share(row, roof, read_rate(record.data["machine"]))

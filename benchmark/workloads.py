@@ -1,13 +1,15 @@
 """Throughput of the 8B shape on different workloads, without drafts and at the depth that the controller chooses, compared with SGLang.
 
-Short and long prompts, small and large batches, a shared prompt, and sampling; also with 8-bit keys and values. Only the shared prompt hits
-the prefix cache. The context length of target and draft head is set to 32,768 tokens, for the longest prompts.
+Short and long prompts, small and large batches, a shared prompt, sampling, and requests that arrive one by one; also with 8-bit keys and
+values. Only the shared prompt hits the prefix cache. The context length of target and draft head is set to 32,768 tokens, for the longest
+prompts.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from benchmark import picture, plots
 from benchmark.depth_curve import AUTO, drafting
 from benchmark.machine import gpu
 from benchmark.markdown import Result, provenance, table
-from benchmark.record import Record
+from benchmark.record import Record, Row
 from benchmark.shapes import Model
 from benchmark.sweep import Burst, Setup, arguments, names, random_ids, served_model, sweep
 
@@ -30,6 +32,9 @@ SAMPLED = (500, 500, 16)
 CONTEXT = 32768
 SHARED = (2000, 200, 200, 32)
 """(shared tokens of all prompts, further tokens of each prompt, tokens of an answer, concurrency)."""
+ARRIVING, SIGMA = (1000, 250, 8.0, 200), 0.8
+"""(mean tokens of a prompt, of an answer, requests per second, requests): Poisson arrivals, log-normal lengths with this standard deviation
+of their logarithm."""
 
 
 def title(prompt: object, output: int, concurrency: int, more: str = "") -> str:
@@ -38,12 +43,13 @@ def title(prompt: object, output: int, concurrency: int, more: str = "") -> str:
 
 
 def bursts(quick: bool) -> list[Burst]:
-    """All workloads; three short ones for a smoke run."""
+    """All workloads; four short ones for a smoke run."""
     loads, sampled, shared = (((16, 8, 2),), (16, 8, 2), (16, 8, 8, 2)) if quick else (LOADS, SAMPLED, SHARED)
+    arriving = (16, 8, 50.0, 4) if quick else ARRIVING
     found = [_named(title(prompt, output, c), random_ids(c, prompt, output)) for prompt, output, c in loads]
     prompt, output, c = sampled
     sampling = random_ids(c, prompt, output, None, "--temperature", "0.8", "--top-p", "0.95")
-    return [*found, _shared(*shared), _named(title(prompt, output, c, ", sampled"), sampling)]
+    return [*found, _shared(*shared), _named(title(prompt, output, c, ", sampled"), sampling), _arriving(*arriving)]
 
 
 def _named(name: str, burst: Burst) -> Burst:
@@ -58,6 +64,15 @@ def _shared(shared: int, own: int, output: int, concurrency: int) -> Burst:
     flags += ["--num-prompts", str(2 * concurrency), "--max-concurrency", str(concurrency)]
     labels = {"concurrency": concurrency, "input_len": shared + own, "output_len": output, "num_prompts": 2 * concurrency}
     return Burst({"workload": title(f"{shared} shared + {own}", output, concurrency), **labels}, flags)
+
+
+def _arriving(prompt: int, output: int, rate: float, requests: int) -> Burst:
+    """Requests that arrive at random, however many are open."""
+    flags = ["--backend", "sglang-oai", "--dataset-name", "random-ids", "--flush-cache", "--random-length-sigma", str(SIGMA)]
+    flags += ["--random-input-len", str(prompt), "--random-output-len", str(output)]
+    flags += ["--num-prompts", str(requests), "--request-rate", str(rate)]
+    name = f"{prompt} → {output} on average, {rate:g} requests/s"
+    return Burst({"workload": name, "input_len": prompt, "output_len": output, "num_prompts": requests, "request_rate": rate}, flags)
 
 
 def with_long_context(served: Model, folder: Path) -> Model:
@@ -94,16 +109,26 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """The table alone."""
-    known, lines = peers(result), []
-    with_narrow = any(row["mode"] == NARROW_KV for row in result["rows"])
-    for name in dict.fromkeys(row["workload"] for row in result["rows"]):
-        ours = {row["mode"]: row["output_throughput"] for row in result["rows"] if row["workload"] == name}
+    """The tables alone: throughput, and times of requests that arrive at a given rate."""
+    known, lines = peers(result), list[list[Any]]()
+    closed, arriving = ([row for row in result["rows"] if ("request_rate" in row) == opens] for opens in (False, True))
+    with_narrow = any(row["mode"] == NARROW_KV for row in closed)
+    for name in dict.fromkeys(row["workload"] for row in closed):
+        ours = {row["mode"]: row["output_throughput"] for row in closed if row["workload"] == name}
         plain, auto, narrow = ours.get(PLAIN), ours.get(AUTO), ours.get(NARROW_KV)
         line = [name, plain, _ratio(plain, known[PLAIN].get(name)), auto, _ratio(auto, known[AUTO].get(name)), _ratio(auto, plain)]
         lines.append([*line, narrow] if with_narrow else line)
     head = ["prompt → answer", "plain, tok/s", "against SGLang", "auto, tok/s", "against SGLang with EAGLE", "auto / plain"]
-    return table([*head, "auto, 8-bit KV, tok/s"] if with_narrow else head, lines)
+    found = table([*head, "auto, 8-bit KV, tok/s"] if with_narrow else head, lines)
+    return found if not arriving else f"{found}\n\n{_times(arriving)}"
+
+
+def _times(rows: Sequence[Row]) -> str:
+    """Mean times of requests with Poisson arrivals and log-normal lengths."""
+    columns = ("mean_tpot_ms", "p99_tpot_ms", "mean_ttft_ms", "p99_ttft_ms")
+    lines = [[row["workload"], row["mode"], *(row[name] for name in columns)] for row in rows]
+    head = ["Poisson arrivals, log-normal lengths", "mode", "TPOT (ms)", "TPOT, p99 (ms)", "TTFT (ms)", "TTFT, p99 (ms)"]
+    return table(head, lines)
 
 
 def _ratio(value: float | None, other: float | None) -> str | None:
@@ -113,7 +138,9 @@ def _ratio(value: float | None, other: float | None) -> str | None:
 def plot(result: Result, file: Path) -> None:
     """Both modes and the peer, relative to the peer's throughput without drafts if it is known, else to ours."""
     known = peers(result)
-    base = known[PLAIN] or {row["workload"]: row["output_throughput"] for row in result["rows"] if row["mode"] == PLAIN}
+    base = known[PLAIN] or {
+        row["workload"]: row["output_throughput"] for row in result["rows"] if row["mode"] == PLAIN and "request_rate" not in row
+    }
     groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
         if row["workload"] in base:

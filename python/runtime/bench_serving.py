@@ -35,7 +35,7 @@ _WARMUP_OUTPUT_LEN = 32
 _FLUSH_SECONDS = 5.0
 _ARGUMENTS = (
     *("tag", "backend", "dataset_name", "request_rate", "max_concurrency", "sharegpt_output_len"),
-    *("random_input_len", "random_output_len", "random_range_ratio"),
+    *("random_input_len", "random_output_len", "random_range_ratio", "random_length_sigma"),
 )
 
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("draft_extend_graph", ["--in-process"], 8),
         ("crossover", [], 6),
         ("depth_curve", [], 12),
-        ("workloads", ["--modes", "auto"], 3),
+        ("workloads", ["--modes", "auto"], 4),
         ("verify_exact", [], 3),
         ("capture", ["--modes", "eagle"], 1),
         ("step_profile", ["--graphs", "both"], 1),

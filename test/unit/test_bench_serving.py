@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import random
 import statistics
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from tokenizers import decoders as token_decoders
 from runtime.bench import backends, metrics, summary
 from runtime.bench.backends import BACKENDS, Answer, GenerationOptions, payload, send
 from runtime.bench.chat_template import chat_template
-from runtime.bench.datasets import DatasetOptions, embedded_prompts, load, random_lens
+from runtime.bench.datasets import LONGEST, DatasetOptions, embedded_prompts, load, random_lens
 from runtime.bench.http_stream import Endpoint, HttpClient, HttpFailure, authority
 from runtime.bench.load import Load, arrivals, run_load
 from runtime.bench.options import parser
@@ -29,7 +30,7 @@ from runtime.bench.vocabulary import LocalVocabulary, UnknownVocabulary, open_vo
 FLAGS = (
     "backend base-url host port ready-check-timeout-sec dataset-name dataset-path model served-model-name tokenizer "
     "num-prompts "
-    "sharegpt-output-len sharegpt-context-len random-input-len random-output-len random-range-ratio request-rate "
+    "sharegpt-output-len sharegpt-context-len random-input-len random-output-len random-range-ratio random-length-sigma request-rate "
     "max-concurrency "
     "output-file output-details goodput disable-tqdm disable-stream return-logprob cache-report disable-ignore-eos "
     "temperature top-p "
@@ -39,7 +40,7 @@ FLAGS = (
 )
 FIELDS = (
     "tag backend dataset_name request_rate max_concurrency sharegpt_output_len random_input_len random_output_len "
-    "random_range_ratio "
+    "random_range_ratio random_length_sigma "
     "server_info duration completed failed total_input_tokens total_output_tokens total_output_tokens_retokenized "
     "request_throughput "
     "input_throughput output_throughput total_throughput concurrency accept_length per_position_acceptance "
@@ -91,6 +92,8 @@ def test_reference_command_lines_parse(prompts: int, concurrency: int) -> None:
     [
         "--num-prompts 0",
         "--num-prompts many",
+        "--random-length-sigma -1",
+        "--random-length-sigma nan",
         "--warmup-requests -1",
         "--port 65536",
         "--request-rate 0",
@@ -290,6 +293,7 @@ def test_random_ids_have_exact_lengths_and_repeat_by_seed() -> None:
     [
         {"dataset_name": "random-ids", "num_prompts": 1, "random_input_len": 1 << 40},
         {"dataset_name": "random", "num_prompts": 1 << 20, "random_input_len": 1 << 10},
+        {"dataset_name": "random-ids", "num_prompts": 1 << 14, "random_input_len": 1 << 10, "random_length_sigma": 0.5},
         {"dataset_name": "generated-shared-prefix", "gsp_system_prompt_len": 1 << 30},
     ],
 )
@@ -444,9 +448,28 @@ def test_a_malformed_tokenizer_file_is_named(tmp_path: Path) -> None:
         LocalVocabulary(tmp_path / "tokenizer.json")
 
 
+def lens(count: int, **options: Any) -> tuple[list[int], list[int]]:
+    return random_lens(DatasetOptions("random-ids", num_prompts=count, **options), random.Random(0))
+
+
 def test_random_lengths_stay_in_range() -> None:
-    assert set(random_lens(10, 1.0, 50, random.Random(0))) == {10}
-    assert min(random_lens(10, 0.0, 500, random.Random(0))) == 1
+    inputs, outputs = lens(50, random_input_len=10, random_output_len=20, random_range_ratio=1.0)
+    assert (set(inputs), set(outputs)) == ({10}, {20})
+    assert min(lens(500, random_input_len=10)[0]) == 1
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.5, 1.0])
+def test_log_normal_lengths_have_the_mean_and_the_spread_that_were_asked_for(sigma: float) -> None:
+    for found, mean in zip(lens(20_000, random_input_len=1000, random_output_len=250, random_length_sigma=sigma), (1000, 250), strict=True):
+        logs = [math.log(length) for length in found]
+        assert statistics.fmean(found) == pytest.approx(mean, rel=0.03)
+        assert statistics.pstdev(logs) == pytest.approx(sigma, abs=0.02)
+        assert max(found) <= LONGEST * mean
+
+
+def test_log_normal_lengths_end_at_the_longest_and_at_one_token() -> None:
+    inputs, _ = lens(2000, random_input_len=10, random_length_sigma=2.0)
+    assert (min(inputs), max(inputs)) == (1, 10 * LONGEST)
 
 
 # ---- load

@@ -128,7 +128,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         | {"num_prompts": 2 * c, "duration": 1.0, "p99_ttft_ms": 50.0}
         for s, a in (("off", None), ("auto", "1.2"), ("auto", "2.5"), ("K=3", "2.5")) for c in (1, 4)
     ],
-    "workloads": [served(mode=m, workload=w) for m in ("plain", "auto") for w in ("1000 → 1000, c=1", "x")],
+    "workloads": [
+        *(served(mode=m, workload=w) for m in ("plain", "auto") for w in ("1000 → 1000, c=1", "x")),
+        *(served(mode=m, workload="8 requests/s", request_rate=8.0, p99_tpot_ms=9.0, p99_ttft_ms=90.0) for m in ("plain", "auto")),
+    ],
     "crossover": [served(speculation=s, text="random", concurrency=c) for s in ("off", "2.5", "real") for c in (1, 4)],
     "capture": [
         {"mode": "plain", "backend": "fa3", "ready_seconds": 9.0, "startup_seconds": {"load_weights": 2.0}, "graphs": [graph("verify")]},

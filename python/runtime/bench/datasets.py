@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -19,6 +20,8 @@ ASSISTANT_SUFFIX = "Assistant:"
 _FIT_ROUNDS = 8
 MAX_TOKENS = 1 << 26
 """Maximum number of tokens in all generated prompts: as lists of ids they take about 2.4 GB."""
+LONGEST = 8
+"""The maximum of log-normal lengths, as a multiple of their mean."""
 
 DATASETS = ("random", "random-ids", "sharegpt", "generated-shared-prefix", "custom", "embedded")
 
@@ -38,6 +41,7 @@ class DatasetOptions:
     random_input_len: int = 1024
     random_output_len: int = 1024
     random_range_ratio: float = 0.0
+    random_length_sigma: float | None = None
     tokenize_prompt: bool = False
     prompt_suffix: str = ""
     gsp_num_groups: int = 64
@@ -73,16 +77,27 @@ async def load(options: DatasetOptions, vocabulary: Vocabulary, template: Templa
 def _max_tokens(options: DatasetOptions) -> int:
     """Maximum number of prompt tokens of a dataset that is not read from a file; 0 for the others."""
     if options.dataset_name.startswith("random"):
-        return options.num_prompts * options.random_input_len
+        return options.num_prompts * options.random_input_len * (1 if options.random_length_sigma is None else LONGEST)
     if options.dataset_name == "generated-shared-prefix":
         prompts = options.gsp_num_groups * options.gsp_prompts_per_group
         return prompts * (options.gsp_system_prompt_len + options.gsp_question_len)
     return 0
 
 
-def random_lens(full: int, ratio: float, count: int, rng: random.Random) -> list[int]:
-    """`count` lengths drawn uniformly from `full * ratio` (at least 1) to `full`."""
-    return [rng.randint(max(int(full * ratio), 1), full) for _ in range(count)]
+def random_lens(options: DatasetOptions, rng: random.Random) -> tuple[list[int], list[int]]:
+    """The lengths of all prompts and of all answers, at least 1 each.
+
+    Uniform from `random_range_ratio` times the maximum to the maximum; with `random_length_sigma` log-normal, up to `LONGEST` means.
+    """
+    count, ratio, sigma = options.num_prompts, options.random_range_ratio, options.random_length_sigma
+
+    def drawn(full: int) -> list[int]:
+        if sigma is None:
+            return [rng.randint(max(int(full * ratio), 1), full) for _ in range(count)]
+        mu = math.log(full) - sigma * sigma / 2
+        return [min(max(round(rng.lognormvariate(mu, sigma)), 1), LONGEST * full) for _ in range(count)]
+
+    return drawn(options.random_input_len), drawn(options.random_output_len)
 
 
 def embedded_prompts() -> list[dict[str, str]]:
@@ -93,8 +108,7 @@ def embedded_prompts() -> list[dict[str, str]]:
 def _random_ids(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRequest]:
     """Consecutive ids from a random start, sent as ids because their text would not encode to the same tokens."""
     rng = random.Random(options.seed)
-    inputs = random_lens(options.random_input_len, options.random_range_ratio, options.num_prompts, rng)
-    outputs = random_lens(options.random_output_len, options.random_range_ratio, options.num_prompts, rng)
+    inputs, outputs = random_lens(options, rng)
     requests = []
     for input_len, output_len in zip(inputs, outputs, strict=True):
         start = rng.randrange(vocabulary.size)
@@ -104,8 +118,7 @@ def _random_ids(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRe
 
 async def _random_text(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRequest]:
     rng = random.Random(options.seed)
-    inputs = random_lens(options.random_input_len, options.random_range_ratio, options.num_prompts, rng)
-    outputs = random_lens(options.random_output_len, options.random_range_ratio, options.num_prompts, rng)
+    inputs, outputs = random_lens(options, rng)
     texts = [prompt for prompt, _ in _sharegpt(options)] if options.dataset_path else None
     requests = []
     for i, (input_len, output_len) in enumerate(zip(inputs, outputs, strict=True)):

@@ -31,6 +31,7 @@ _positive = _number(int, "an integer of at least 1", lambda value: value >= 1)
 _count = _number(int, "an integer of at least 0", lambda value: value >= 0)
 _port = _number(int, "a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 _rate = _number(float, "a number above 0 (inf sends all requests at once)", lambda value: value > 0)
+_sigma = _number(float, "a number from 0 to 4", lambda value: 0 <= value <= 4)
 _ratio = _number(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
 _seed = _number(int, "an integer from 0 to 4294967295", lambda value: 0 <= value < 1 << 32)
 _finite = _number(float, "a finite number", math.isfinite)
@@ -98,6 +99,11 @@ def _dataset(group: argparse._ArgumentGroup) -> None:
         type=_ratio,
         default=0.0,
         help="lengths are drawn from RATIO * LEN to LEN; 1: all equal (default %(default)s)",
+    )
+    add(
+        "--random-length-sigma",
+        type=_sigma,
+        help="lengths are log-normal instead, with means of LEN tokens; this is the standard deviation of their logarithm",
     )
     add("--apply-chat-template", action="store_true", help="apply the tokenizer's chat template to real text (for backends without chat)")
     add("--prompt-suffix", default="", help="text to append to each real-text prompt, followed by 'Assistant:'")

@@ -82,10 +82,14 @@ class EngineLoop:
         self._times: dict[str, _Times] = {}
         self.tokens = 0
 
-    def start(self, requests: int, prompt_len: int, room: int, sampling: SamplingParams = GREEDY) -> None:
-        """Admit `requests` and run until each has a few tokens; they may generate `room` tokens."""
+    def start(
+        self, requests: int, prompt_len: int, room: int, sampling: SamplingParams = GREEDY, other: SamplingParams | None = None
+    ) -> None:
+        """Admit `requests` and run until each has a few tokens; they may generate `room` tokens. If `other` is given, it is used for every
+        second one.
+        """
         for i in range(requests):
-            self._ask(i, prompt_len, room, sampling)
+            self._ask(i, prompt_len, room, other if other is not None and i % 2 else sampling)
         while min(times.tokens for times in self._times.values()) < 8:
             self._scheduler.step()
 
@@ -115,12 +119,18 @@ class EngineLoop:
         self._inbox.append(GenerateReq(rid=str(number), input_ids=ids, sampling=sampling, seed=number, stream=True))
 
     def run(self, steps: int) -> float:
-        """Run `steps` steps and return the mean seconds per step."""
+        """Run `steps` steps and return the mean seconds per step.
+
+        Raises:
+            RuntimeError: no request is left, e.g. because a step failed.
+        """
         _wait()
         started = time.perf_counter()
         for _ in range(steps):
             self._scheduler.step()
         _wait()
+        if self._scheduler.idle:
+            raise RuntimeError("no request is left to decode: they ended too early, or a step failed")
         return (time.perf_counter() - started) / steps
 
     def stop(self) -> None:

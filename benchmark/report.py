@@ -30,6 +30,7 @@ SCRIPTS = {
     "crossover": "Where speculation stops paying off",
     "workloads": "Workloads beside SGLang",
     "depth_curve": "The chosen depth against fixed ones",
+    "ragged_windows": "Windows of different widths",
     "tune_grid": "The tuned shape against a grid",
     "capture": "Start-up",
     "verify_exact": "Acceptance rules with sampling",

@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("repeat", ["--modes", "eagle", "--rounds", "2"], 2),
         ("modes", ["--modes", "plain"], 6),
         ("sampling", [], 16),
+        ("ragged_windows", [], 1),
         ("embedded_gpu", [], 1),
         ("embedded_speculation", [], 4),
         ("tune_grid", [], 3),

@@ -167,6 +167,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         served(mode="eagle", choice="greedy", sampler=None, batch=1, step_ms=5.0),
         served(mode="eagle", choice="temperature 0.8", sampler="triton", batch=1, step_ms=5.5),
     ],
+    "ragged_windows": [{"model": "m", "batch": b, "full_ms": 6.0, "ragged_ms": 5.5} for b in (32, 64)],
     "embedded_gpu": [{"system": "transformers", "dtype": "bfloat16", "tokens_per_second": 30.0}],
     "embedded_speculation": [
         {"device": "cpu", "dtype": "float32", "quantization": "int8", "speculation": s, "batch": b, "tokens_per_second": 1.0} | text

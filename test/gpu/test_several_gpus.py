@@ -18,6 +18,8 @@ import torch
 
 from gpu.family_shapes import FAMILIES
 from gpu.family_text import assert_same_text, generate, save
+from process import rank_life
+from process.fake import ENV
 from runtime import Engine
 from runtime.errors import ConfigError
 
@@ -108,7 +110,37 @@ def test_several_gpus_give_the_log_probabilities_of_one(
     assert_close(together, alone(drafts))
     assert worker["token_checks"] > 0
     assert worker["exchange_micros"], "our own exchanges work on this machine"
+    iterations = [runs["replayed"] for runs in worker["graph_runs"] if runs["runner"].startswith("iteration")]
+    assert any(iterations) is (drafts != "tree")
     print(drafts, worker["exchange_micros"])
+
+
+@pytest.mark.parametrize(
+    ("drafts", "flags"),
+    [
+        ("plain", []),
+        ("plain", ["--disable-custom-all-reduce"]),
+        ("EAGLE", ["--speculative-draft-tp-size", "2"]),
+        ("EAGLE", ["--speculative-draft-tp-size", "1", "--disable-custom-all-reduce"]),
+        ("STANDALONE", ["--speculative-draft-tp-size", "2"]),
+        ("STANDALONE", ["--speculative-draft-tp-size", "2", "--disable-custom-all-reduce"]),
+    ],
+)
+def test_iteration_graphs_of_two_gpus_change_no_token(model: Path, drafts: str, flags: list[str]) -> None:
+    """The same storm, greedy and sampled, at depths 0 and 3, with eager samples, through the same kernels. NCCL and our own exchanges."""
+    flags = [*flags, "--model", str(model), "--load-format", "dummy", "--device", "cuda", "--tp-size", "2", "--context-length", "1024"]
+    flags += ["--max-total-tokens", "16384", "--max-running-requests", "40", "--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "40"]
+    if drafts != "plain":
+        draft = str(model / "head" if drafts == "EAGLE" else model)
+        flags += ["--speculative-algorithm", drafts, "--speculative-draft-model-path", draft, "--speculative-num-steps", "3"]
+        flags += ["--speculative-disable-by-batch-size", "8"]
+    done = subprocess.run([sys.executable, rank_life.__file__, *flags], env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    whole, separate = json.loads(done.stdout.splitlines()[-1]).values()
+    assert whole["life"] == separate["life"]
+    for name in ["iteration K=0", *(["iteration K=3"] if drafts != "plain" else [])]:
+        assert whole["replays"][name] > 0 == separate["replays"][name]
+    assert (whole["samples"] > 0) is (drafts != "plain")
 
 
 def test_fp8_shards_that_cut_blocks_give_the_log_probabilities_of_one(model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from benchmark.ports import free_port
 
 from ipv6 import needs_ipv6
-from process import rank_storm
+from process import rank_life, rank_storm
 from process.fake import ENV, Server, dummy_model
 from process.rank_deaths import PATIENCE, Place, Role, strike, two_nodes, two_ranks
 from runtime import Engine
@@ -215,6 +215,23 @@ def test_a_storm_of_kills_aborts_and_bad_requests_loses_nothing() -> None:
     assert outcome["wrong"] == []
     assert outcome["answered"] > 10
     assert set(outcome["rounds"]) == {"abort", "ask_badly", "kill"}
+
+
+def test_iteration_graphs_of_two_ranks_change_no_token(tmp_path: Path) -> None:
+    """At depths 0 and 3, greedy and sampled, with eager samples; requests end, are aborted and are retracted."""
+    model = str(dummy_model(tmp_path / "model"))
+    flags = ["--model", model, "--load-format", "dummy", "--dtype", "float32", "--tp-size", "2", "--device", "cpu", "--cpu-threads", "1"]
+    flags += ["--max-total-tokens", "8192", "--max-running-requests", "40", "--speculative-algorithm", "STANDALONE"]
+    flags += ["--speculative-draft-model-path", model, "--speculative-num-steps", "3", "--speculative-disable-by-batch-size", "8"]
+    done = subprocess.run([sys.executable, rank_life.__file__, *flags], env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    whole, separate = json.loads(done.stdout.splitlines()[-1]).values()
+    assert whole["life"] == separate["life"]
+    iterations, passes = ("iteration K=3", "iteration K=0"), ("verify", "target decode")
+    for name, part in zip(iterations, passes, strict=True):
+        assert whole["replays"][name] > 0 == separate["replays"][name]
+        assert whole["replays"][name] + whole["replays"][part] == separate["replays"][part]
+    assert whole["samples"] > 0 < separate["samples"]
 
 
 def test_acceptance_on_two_ranks_is_the_same_eager_and_through_graphs(tmp_path: Path) -> None:

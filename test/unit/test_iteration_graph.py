@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runtime.batch import PAD_ROW
 from runtime.config.device_tuning import H200
-from runtime.errors import ConfigError
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
+from runtime.errors import ConfigError, RanksDiffer
 from runtime.model_executor import build as worker_build
 from runtime.model_executor import iteration_graph
 from runtime.model_executor.depth import DepthBatches
+from runtime.model_executor.followers import Followers
 from runtime.model_executor.graph_runner import GraphOptions, RunMode, eagerly
 from runtime.model_executor.iteration import DraftCaps, Iteration
 from runtime.model_executor.iteration_graph import IterationGraphs, iteration_graph_depths
@@ -24,9 +28,11 @@ from runtime.model_executor.parity import check_parity
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver, EveryNth
 from unit.predicting import VOCAB, plain, speculating
-from unit.storm import SIZES, Storm, drafting, same_life
+from unit.ranks import ranks
+from unit.storm import SIZES, Storm, drafting, same_life, same_past
 from unit.test_eagle_worker import MIXED
 from unit.test_invariants import NoHostCalls, NoHostReads, unwatched_plan
+from unit.test_sparse_workers import family
 from unit.tiny import tiny_runtime, tiny_speculative
 
 PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() for r in (1, 2, 3)}
@@ -42,12 +48,34 @@ class NoHostTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def build(tmp_path: Path, algorithm: str | None = "EAGLE", whole: bool = True, sizes: Sequence[int] = (1, 2, 4), **spec: Any) -> Any:
+def build(
+    tmp_path: Path,
+    algorithm: str | None = "EAGLE",
+    whole: bool = True,
+    sizes: Sequence[int] = (1, 2, 4),
+    group: ParallelGroup = ALONE,
+    followers: Followers | None = None,
+    **spec: Any,
+) -> Any:
     """A worker whose iterations are one graph each, or three; None: without drafts."""
-    runtime = {"iteration_graph": whole}
+    runtime = {"iteration_graph": whole, "tp_size": group.size}
+    rank = {"group": group, "followers": followers}
     if algorithm is None:
-        return plain("eager", list(sizes), **runtime)
-    return speculating(tmp_path, algorithm, "eager", list(sizes), runtime=runtime, **spec)
+        return plain("eager", list(sizes), **runtime, **rank, **spec)
+    return speculating(tmp_path / str(group.rank), algorithm, "eager", list(sizes), runtime=runtime, **rank, **spec)
+
+
+@contextmanager
+def two_ranks(tmp_path: Path, *args: Any, **spec: Any) -> Iterator[list[Any]]:
+    """The workers of two ranks, as by `build`; rank 0 is the first."""
+    workers: dict[int, Any] = {}
+
+    def rank(group: ParallelGroup, followers: Followers | None = None) -> Any:
+        workers[group.rank] = build(tmp_path, *args, group=group, followers=followers, **spec)
+        return workers[group.rank]
+
+    with ranks(2, rank):
+        yield [workers[0], workers[1]]
 
 
 def replays(worker: Any) -> int:
@@ -80,6 +108,80 @@ def same_as_three_graphs(tmp_path: Path, algorithm: str | None, samplings: tuple
     assert replays(worker) > 0
     assert not any(runner.replayed or runner.ran_eagerly for runner in worker.runners), "no iteration needs three graphs"
     assert worker.parts.target.rows.kv_lens[0] == 0, "the padding row stays empty"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "samplings", "spec"),
+    [
+        ("EAGLE", (GREEDY,), {}),
+        ("EAGLE", (GREEDY, WARM, FILTERED), {}),
+        ("EAGLE", MIXED, {}),  # batches with penalties need three graphs
+        ("EAGLE", (WARM,), {"draft_tp_size": 1}),
+        ("STANDALONE", (FILTERED,), {}),
+        (None, (GREEDY, FILTERED), {}),
+        (None, (GREEDY, FILTERED), {"model": family("qwen3-moe"), "ep_size": 2}),
+    ],
+)
+def test_a_life_on_two_ranks_is_the_same_through_one_graph_and_three(
+    tmp_path: Path, algorithm: str | None, samplings: tuple[SamplingParams, ...], spec: dict[str, Any]
+) -> None:
+    """With depths 0 and 3; requests end, are aborted and are retracted."""
+    if algorithm is not None:
+        spec = {"disable_by_batch_size": 8, **spec}
+    with ExitStack() as stack:
+        lives = []
+        for whole in (False, True):
+            workers = stack.enter_context(two_ranks(tmp_path / str(whole), algorithm, whole, SIZES, **spec))
+            lives.append(Storm(workers[0], 3, samplings).run(6))
+            counts = [{depth: runner.replayed for depth, runner in worker.parts.iterations.runners.items()} for worker in workers]
+            assert counts[0] == counts[1]
+            assert all(counts[0].values()) or samplings is MIXED
+            assert set(counts[0]) == (set() if not whole else {0} if algorithm is None else {0, 3})
+        same_past(*lives)
+        assert not any(worker.parts.target.agreement.differs.item() for worker in workers)
+
+
+def test_a_token_that_one_rank_changes_is_found_in_the_next_iteration_graph(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as (worker, other):
+        driver, calls, accept = Driver(worker), list[int](), other.parts.accepter.accept
+        driver.prefill(PROMPTS)
+
+        def changed(*args: Any) -> Any:
+            result = accept(*args)
+            calls.append(len(calls))
+            if len(calls) == 2:
+                result.tokens[0, 0] += 1
+            return result
+
+        other.parts.accepter.accept = changed
+        driver.decode([1, 2, 3])
+        driver.decode([1, 2, 3])
+        with pytest.raises(RanksDiffer, match="different tokens in step 3, found in step 4"):
+            driver.decode([1, 2, 3])
+        assert replays(worker) == 3
+
+
+def test_padding_of_an_iteration_graph_may_differ_between_ranks(tmp_path: Path) -> None:
+    """Its state depends on the order in which padding is written."""
+    with two_ranks(tmp_path) as (worker, other):
+        driver = Driver(worker)
+        driver.prefill(PROMPTS)
+        for guess in range(5, 9):
+            other.parts.target.rows.last_tokens[PAD_ROW] = guess
+            other.parts.drafter.state.guesses[PAD_ROW] = guess
+            driver.decode([1, 2, 3])
+        assert not worker.parts.target.agreement.differs.item()
+        assert replays(worker) == 4
+
+
+def test_the_exchanges_of_all_passes_of_an_iteration_take_memory(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as (worker, _):
+        verify, decode, extend = (runner.nccl_bytes(4) for runner in worker.parts.iterations._stages.runners(3))
+        runner = worker.parts.iterations.runners[3]
+        assert min(verify, decode, extend) > 0
+        assert decode == 2 * extend, "two passes"
+        logits = extend // 2  # draft-extend sums twice, in one layer
+        assert runner.nccl_bytes(4) == verify + decode + extend + logits
 
 
 @pytest.mark.parametrize(("algorithm", "samplings"), [("EAGLE", (GREEDY,)), ("EAGLE", MIXED), ("STANDALONE", (WARM,))])
@@ -120,11 +222,10 @@ def test_hot_depths_are_those_with_graphs_of_all_sizes() -> None:
     assert iteration_graph_depths([7, 5, 3, 1, 0], tiny_runtime(auto, iteration_graph=True), large) == [3, 0]
     assert iteration_graph_depths([5], fixed, large) == [5]
     assert iteration_graph_depths([0], tiny_runtime(iteration_graph=True), large) == [0]
-    assert (
-        iteration_graph_depths([0], tiny_runtime(), large)
-        == iteration_graph_depths([0], tiny_runtime(iteration_graph=True, tp_size=2), large)
-        == []
-    )
+    sharded = tiny_runtime(iteration_graph=True, tp_size=2)
+    groups = tiny_runtime(iteration_graph=True, tp_size=2, dp_size=2, enable_dp_attention=True)
+    assert iteration_graph_depths([0], sharded, large) == [0]
+    assert iteration_graph_depths([0], tiny_runtime(), large) == iteration_graph_depths([0], groups, large) == []
 
 
 @pytest.mark.parametrize(
@@ -133,7 +234,7 @@ def test_hot_depths_are_those_with_graphs_of_all_sizes() -> None:
         (iteration_graph.TINY_MODEL, None, 1, [7, 5, 3, 1, 0]),
         (iteration_graph.TINY_MODEL, True, 1, [7, 5, 3, 1, 0]),
         (iteration_graph.TINY_MODEL, False, 1, []),
-        (iteration_graph.TINY_MODEL, None, 2, []),
+        (iteration_graph.TINY_MODEL, None, 2, [7, 5, 3, 1, 0]),
         (iteration_graph.SMALL_MODEL, None, 1, [3, 0]),
         (iteration_graph.SMALL_MODEL + 1, None, 1, []),
     ],

@@ -10,7 +10,7 @@ import torch
 
 from runtime.config.device_tuning import H200
 from runtime.errors import ConfigError
-from runtime.model_executor.nccl_graphs import captured_everywhere, nccl_bytes_of_graph
+from runtime.model_executor.nccl_graphs import captured_everywhere, nccl_bytes_of_graph, nccl_bytes_of_logits
 
 MODEL: Any = SimpleNamespace(num_layers=3, hidden_size=64)
 
@@ -40,6 +40,17 @@ def context(size: int = 1, fused: int | None = None, exchange: bool = False, siz
 )
 def test_two_sums_and_two_exchanges_per_layer_take_memory(ranks: Any, tokens: int, calls: int) -> None:
     assert nccl_bytes_of_graph(ranks, MODEL, tokens) == calls * H200.nccl_node_bytes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "most", "tokens", "calls"),
+    [(1, None, 4, 0), (2, None, 4, 1), (2, 4, 4, 0), (2, 4, 5, 1)],
+    ids=["alone", "NCCL", "own", "large"],
+)
+def test_gathering_logits_takes_memory_unless_our_kernel_does_it(ranks: int, most: int | None, tokens: int, calls: int) -> None:
+    own = None if most is None else SimpleNamespace(gathers_columns=lambda x, columns: columns == 96 and len(x) <= most)
+    head: Any = SimpleNamespace(out_features=96 // ranks, whole=96, is_sharded=ranks > 1, group=SimpleNamespace(fused=own))
+    assert nccl_bytes_of_logits(context(), head, tokens) == calls * H200.nccl_node_bytes
 
 
 def test_a_failed_capture_with_nccl_ends_the_start() -> None:

@@ -513,6 +513,11 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
         ({"disable_cuda_graph": True, "enable_iteration_graph": True}, HOPPER, ["--enable-iteration-graph", "nothing is captured"]),
         ({"disable_iteration_graph": True, "enable_iteration_graph": True}, HOPPER, ["--enable-iteration-graph and", "contradict"]),
+        (
+            {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "enable_iteration_graph": True},
+            HOPPER,
+            ["--enable-iteration-graph has no effect with --enable-dp-attention"],
+        ),
         ({"cuda_graph_bs": (0, 2)}, HOPPER, ["--cuda-graph-bs"]),
         ({"cuda_graph_bs": (1, 64), "cuda_graph_max_bs": 32}, HOPPER, ["--cuda-graph-max-bs", "64"]),
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),

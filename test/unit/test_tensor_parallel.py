@@ -111,6 +111,18 @@ def test_two_ranks_generate_the_text_of_one(tmp_path: Path, name: str, sampling:
         assert not worker.parts.target.agreement.differs.item()
 
 
+@pytest.mark.parametrize("name", ["plain", "eagle", "eagle3", "standalone", "dflash"])
+def test_iteration_graphs_of_two_ranks_generate_the_text_of_one(tmp_path: Path, name: str) -> None:
+    sampling = {1: GREEDY, 2: SAMPLED, 3: GREEDY}
+    expected, driver = texts(builder(tmp_path, DRAFTS[name])(), sampling)
+    with ranks(2, builder(tmp_path, DRAFTS[name], sizes=[1, 2, 4], iteration_graph=True)) as worker:
+        found, sharded = texts(worker, sampling)
+        assert found == expected
+        assert sharded.mean_accept_len() == driver.mean_accept_len()
+        assert sum(runner.replayed for runner in worker.iteration_runners) == len(sharded.results)
+        assert not worker.parts.target.agreement.differs.item()
+
+
 def counted(rows: list[int]) -> Callable[..., torch.Tensor]:
     """`TorchOps.greedy_by_copy`, which adds the number of rows of each call to `rows`."""
 
@@ -208,9 +220,10 @@ def test_rank_0_chooses_the_depth_of_every_step(tmp_path: Path, algorithm: str) 
     assert {result.stats.depth for result in driver.results} > {0, 1, 7}
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("verify", [False, True])
-def test_rank_0_chooses_the_eager_sample_of_all_ranks(tmp_path: Path, verify: bool) -> None:
-    build = builder(tmp_path, DRAFTS["eagle"], sizes=[1, 2, 4])
+def test_rank_0_chooses_the_eager_sample_of_all_ranks(tmp_path: Path, verify: bool, whole: bool) -> None:
+    build = builder(tmp_path, DRAFTS["eagle"], sizes=[1, 2, 4], iteration_graph=whole)
     expected, _ = texts(build())
     seen: dict[int, list[EagerSample]] = {0: [], 1: []}
 
@@ -226,6 +239,7 @@ def test_rank_0_chooses_the_eager_sample_of_all_ranks(tmp_path: Path, verify: bo
         worker.parts.monitor.schedule = EveryNth(3, verify=verify)
         assert texts(worker)[0] == expected
         stats = worker.info().acceptance
+        assert any(runner.replayed for runner in worker.iteration_runners) is whole
     assert stats.eager_sample.iterations >= 2
     assert seen[0] == seen[1]
     assert EagerSample(True, verify) in seen[0]

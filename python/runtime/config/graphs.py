@@ -28,6 +28,8 @@ def resolve_graphs(args: ServerArgs, device: DeviceConfig) -> GraphConfig:
     sizes = _sizes(args, device)
     if args.enable_iteration_graph and device.device == "cuda" and not sizes:
         raise ConfigError("--enable-iteration-graph has no effect: nothing is captured. Leave it out.")
+    if args.enable_iteration_graph and args.enable_dp_attention:
+        raise ConfigError("--enable-iteration-graph has no effect with --enable-dp-attention. Leave it out.")
     if args.enable_iteration_graph and args.disable_iteration_graph:
         raise ConfigError("--enable-iteration-graph and --disable-iteration-graph contradict each other. Give one of the two.")
     return GraphConfig(

@@ -17,6 +17,10 @@ class FusedExchange(Protocol):
         """Whether `add` takes this array; the same on every rank."""
         ...
 
+    def gathers_columns(self, x: torch.Tensor, columns: int) -> bool:
+        """Whether it gathers this rank's columns, x [N, own], of [N, `columns`]; the same on every rank."""
+        ...
+
     def parts(self, columns: int) -> int:
         """Sums of squares per row that `add` stores."""
         ...

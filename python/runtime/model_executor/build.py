@@ -36,7 +36,7 @@ from runtime.model_executor.iteration_graph import IterationGraphs, IterationSta
 from runtime.model_executor.memory_plan import Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_loader import load_model
 from runtime.model_executor.model_runner import ModelRunner
-from runtime.model_executor.nccl_graphs import captured_everywhere, nccl_bytes_of_graph
+from runtime.model_executor.nccl_graphs import captured_everywhere, nccl_bytes_of_graph, nccl_bytes_of_logits
 from runtime.model_executor.parity import check_parity
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.short_prompts import SLOTS, PromptCost, ShortPrompts, prompt_forward, prompt_spec, shared_sizes, shared_spec
@@ -133,8 +133,9 @@ def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, de
     drafter.attach(DraftSetup(target, inputs, depths, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
     stages = (target, inputs, drafter, verifier, Accepter(target, spec, context.config.speculative))
-    graph_depths = iteration_graph_depths(depths, context.config, model.active_parameters)
-    graphs = IterationGraphs(IterationStages(*stages), graph_depths, graph_options(context, runner, ()))
+    graph_depths = iteration_graph_depths(depths, context.config, context.group.agree(model.active_parameters))
+    options = replace(graph_options(context, runner, ()), nccl_bytes=partial(nccl_bytes_of_logits, context, model.lm_head))
+    graphs = IterationGraphs(IterationStages(*stages), graph_depths, options)
     return WorkerParts(
         *stages,
         depths=DepthControl(limits, context.running + 1, verifier, context.config.parallel.dp_size),

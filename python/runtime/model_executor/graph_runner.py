@@ -268,18 +268,21 @@ class GraphRunner:
         if self.uses_cuda_graphs:
             self.pool_peak = self._peak(self._sizes[-1])
 
+    def nccl_bytes(self, size: int) -> int:
+        """Device memory of NCCL's calls in a CUDA graph of this size, in one variant."""
+        return max(self.spec.num_passes, 1) * self._nccl_bytes(self.spec.shape(size)[1])
+
     def calls_nccl(self, size: int) -> bool:
         """Whether a CUDA graph of this size contains NCCL calls."""
-        return self._cuda and self._nccl_bytes(self.spec.shape(size)[1]) > 0
+        return self._cuda and self.nccl_bytes(size) > 0
 
     def reserve(self, pool_bytes: int) -> int:
         """Bytes that capturing will take if the pool already has `pool_bytes`, without outputs, which are allocated already."""
         if not self.uses_cuda_graphs:
             return 0
-        passes = len(self.spec.variants) * max(self.spec.num_passes, 1)
-        nodes = len(self._sizes) * len(self.spec.variants) * self.spec.launches
-        nccl = passes * sum(self._nccl_bytes(self.spec.shape(size)[1]) for size in self._sizes)
-        needed = max(self.pool_peak - pool_bytes, 0) + nodes * self._node_bytes + nccl
+        nodes = len(self._sizes) * self.spec.launches
+        of_variant = nodes * self._node_bytes + sum(self.nccl_bytes(size) for size in self._sizes)
+        needed = max(self.pool_peak - pool_bytes, 0) + len(self.spec.variants) * of_variant
         self.reserved_bytes = needed + self.output_bytes
         return needed
 

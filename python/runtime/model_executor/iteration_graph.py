@@ -3,6 +3,12 @@
 The captured function calls the same drafter, verifier and accepter as an iteration of three graphs. It also includes the load of the rows'
 state and the attention schedules, which are computed on the device. The only host work is to upload request rows before it, if they have
 changed, and to copy the result after it. Other iterations run as three graphs: see `serves`.
+
+With tensor parallelism the graph includes the exchanges of all passes, the gathering of logits to sample from, and the hash of the
+committed tokens. All ranks must replay the same graph, because its exchanges wait for those of the other ranks. They do: `serves` and the
+variant depend only on the scheduled batch, on the run modes that rank 0 sends with it, and on the sizes that all ranks captured. Attention
+groups have no iteration graphs: each would choose by the requests of its own section of the batch, but its experts exchange with those of
+the other groups.
 """
 
 from __future__ import annotations
@@ -43,8 +49,8 @@ ROWS = BufferSpec("iteration_rows", "req", torch.int64, 0)
 """The graphs' own input of request rows, which keeps its values until other rows run. Passes outside these graphs overwrite other
 inputs."""
 SMALL_MODEL, TINY_MODEL = 4_000_000_000, 1_000_000_000
-"""Parameters per token. Between separate graphs the GPU waits for the host, which matters for small models because their iterations are
-short. With tiny models the host's work takes longer than all draft passes, so every depth has iteration graphs."""
+"""Parameters per token on one rank. Between separate graphs the GPU waits for the host, which matters for small models because their
+iterations are short. With tiny models the host's work takes longer than all draft passes, so every depth has iteration graphs."""
 OTHER_LAUNCHES = 100
 """Approximate number of kernels in addition to the models': inputs, schedules, acceptance and sampling."""
 
@@ -79,12 +85,15 @@ class IterationStages:
 
 def iteration_graph_depths(depths: Iterable[int], config: RuntimeConfig, active_parameters: int) -> list[int]:
     """The depths with iteration graphs: 0, `USUAL_STEPS` and a fixed depth, which have graphs for all batch sizes; all depths of a tiny
-    model. Large models have none unless --enable-iteration-graph is set, and models on several ranks have none.
+    model. Large models have none unless --enable-iteration-graph is set, and attention groups have none.
+
+    Args:
+        active_parameters: weights of one rank that each token is multiplied with; the same number on all ranks.
     """
     wanted = config.graphs.iteration_graph
     if wanted is None:
         wanted = active_parameters <= SMALL_MODEL
-    if config.parallel.tp_size > 1 or not wanted:
+    if config.parallel.dp_size > 1 or not wanted:
         return []
     if active_parameters <= TINY_MODEL:
         return sorted(depths, reverse=True)
@@ -101,7 +110,11 @@ class IterationGraphs:
     """
 
     def __init__(self, stages: IterationStages, depths: Sequence[int], options: GraphOptions) -> None:
-        """Make runners at `depths`, if the drafter and all attention backends can be captured."""
+        """Make runners at `depths`, if the drafter and all attention backends can be captured.
+
+        Args:
+            options: `nccl_bytes` counts the exchanges of logits; those of the passes are added.
+        """
         self._stages = stages
         self._rows: torch.Tensor | None = None  # the current values of the input `ROWS`
         models = [stages.target.runner, *(model.runner for model in stages.drafter.models())]
@@ -160,7 +173,13 @@ class IterationGraphs:
             launches=OTHER_LAUNCHES + sum(runner.spec.launches for runner in runners),
             fallback="as several graphs",
         )
-        own = replace(options, sizes=sizes, max_size=sizes[-1], arena=None)  # its outputs are in use together with those of its passes
+        own = replace(
+            options,
+            sizes=sizes,
+            max_size=sizes[-1],
+            arena=None,  # its outputs are in use together with those of its passes
+            nccl_bytes=lambda tokens: options.nccl_bytes(tokens) + sum(runner.nccl_bytes(tokens // D) for runner in runners),
+        )
         return GraphRunner(spec, partial(self._forward, depth), self._stages.inputs, [], own)
 
     # ---- inside the graph
@@ -176,6 +195,9 @@ class IterationGraphs:
             verify_batch = stages.verifier.fill(iteration, window)
             verified = stages.verifier.run(iteration, verify_batch)
             result = stages.accepter.accept(iteration, window, verified, verify_batch, outputs["emitted"])
+            if stages.target.agreement.active:
+                # Padding may differ between ranks: all of it writes the state of one row, in no fixed order.
+                stages.target.agreement.commit(result.tokens, result.accept_lens.masked_fill(iteration.rows == PAD_ROW, 0))
             stages.drafter.follow(iteration, CommittedWindow(window, result, verified.features))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.errors import ConfigError
+from runtime.layers.linear import Linear
 from runtime.model_executor.context import WorkerContext
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.models.config import ModelConfig
@@ -20,6 +21,13 @@ def nccl_bytes_of_graph(context: WorkerContext, model: ModelConfig, tokens: int)
     x = torch.empty((tokens, model.hidden_size), dtype=context.dtype, device="meta")
     sums = group.size > 1 and (group.fused is None or not group.fused.fits(x))
     return 2 * model.num_layers * (sums + (context.exchange is not None)) * context.config.device.tuning.nccl_node_bytes
+
+
+def nccl_bytes_of_logits(context: WorkerContext, head: Linear, tokens: int) -> int:
+    """Device memory of NCCL's call in a graph that gathers the logits of `tokens` from all ranks, unless our own kernel does."""
+    logits, fused = torch.empty((tokens, head.out_features), dtype=torch.float32, device="meta"), head.group.fused
+    own_kernel = fused is not None and fused.gathers_columns(logits, head.whole)
+    return 0 if own_kernel or not head.is_sharded else context.config.device.tuning.nccl_node_bytes
 
 
 def captured_everywhere(context: WorkerContext, runner: GraphRunner, wanted: Sequence[int]) -> list[int]:

@@ -109,9 +109,13 @@ class PushExchange:
         return x.dtype in (torch.bfloat16, torch.float16) and self.moves(x)
 
     def moves(self, x: torch.Tensor) -> bool:
-        """Whether `gather_rows` supports this result, or `gather_columns` this argument."""
+        """Whether `gather_rows` supports this result, or `gather_columns` this argument; see `gathers_columns`."""
         row = x.shape[1] * x.element_size()
         return x.is_contiguous() and row % PACKET == 0 and row <= TILES // self._size * TILE_BYTES and 0 < x.nbytes <= self.limit
+
+    def gathers_columns(self, x: torch.Tensor, columns: int) -> bool:
+        """Whether `gather_columns` supports x [N, own] of [N, `columns`]: `moves`, and all ranks have equally many columns."""
+        return columns == self._size * x.shape[1] and self.moves(x)
 
     def parts(self, columns: int) -> int:
         """Sums of squares per row that `add` stores."""

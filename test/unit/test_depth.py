@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -374,6 +375,27 @@ def test_runners_that_are_left_out_capture_nothing(
     driver = Driver(worker)
     driver.generate(PROMPTS, 24, room=160)
     assert worker.info().depth.chosen["7"] == 0, "other depths have graphs"
+
+
+def test_ranks_drop_the_depths_that_do_not_fit_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped = list[int]()
+
+    def at_depth(depth: int) -> list[Any]:
+        return [SimpleNamespace(spec=SimpleNamespace(name=f"verify K={depth}"), leave_out=lambda: dropped.append(depth))]
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 << 30, 4 << 30))
+    parts: Any = SimpleNamespace(
+        verifier=SimpleNamespace(at_depth=at_depth),
+        drafter=SimpleNamespace(runners=lambda depth: []),
+        depths=SimpleNamespace(limits=dict.fromkeys((7, 1, 0))),
+        target=SimpleNamespace(device=torch.device("cuda")),
+    )
+    graph_bytes = {f"verify K={depth}": int(0.3 * build.MAX_GRAPH_SHARE * (2 << 30)) for depth in (7, 1, 0)}
+    for others, want in (([], []), ([1 << 20], [7, 1]), ([1 << 40], [])):
+        dropped.clear()
+        context: Any = SimpleNamespace(group=SimpleNamespace(gather=lambda most, others=others: [most, *others]))
+        build._drop_depths(context, parts, graph_bytes)
+        assert dropped == want
 
 
 def test_depth_and_acceptance_change_while_running(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
                 runner.pool_peak = max(context.group.gather(runner.pool_peak))  # so that all ranks capture in the same order
             reservations |= _reserve(model)
     if context.config.speculative is not None and context.config.speculative.depths:
-        _drop_depths(parts, reservations)
+        _drop_depths(context, parts, reservations)
         reservations = {name: size for model in models for name, size in _reserve(model).items()}
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -254,13 +254,14 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
     return plan
 
 
-def _drop_depths(parts: WorkerParts, reservations: Mapping[str, int]) -> None:
-    """Drop the depths whose graphs would take too much memory, deepest first."""
+def _drop_depths(context: WorkerContext, parts: WorkerParts, reservations: Mapping[str, int]) -> None:
+    """Drop the depths whose graphs would take too much memory on some rank, deepest first."""
     runners = {depth: [*parts.verifier.at_depth(depth), *parts.drafter.runners(depth)] for depth in parts.depths.limits}
     graph_bytes = {depth: sum(reservations[runner.spec.name] for runner in own) for depth, own in runners.items()}
     log.info("graphs by depth, MiB: %s", ", ".join(f"K={depth} {size / MIB:.0f}" for depth, size in sorted(graph_bytes.items())))
     free = torch.cuda.mem_get_info()[0] if parts.target.device.type == "cuda" else 0
-    for depth in depths_to_drop(graph_bytes, int(free * MAX_GRAPH_SHARE)):
+    most = min(context.group.gather(int(free * MAX_GRAPH_SHARE)))  # ranks that capture different graphs would wait for each other
+    for depth in depths_to_drop(graph_bytes, most):
         log.warning("no graphs for depth %d: they would take %.0f MiB", depth, graph_bytes[depth] / MIB)
         for runner in runners[depth]:
             runner.leave_out()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def test_several_gpus_give_the_log_probabilities_of_one(
     more = drafting(model, drafts)
     if drafts != "plain":
         more["speculative_draft_tp_size"] = 1 if drafts == "chain by whole drafts" else tp_size
-    together, worker = run(model, tp_size, **more)
+    together, worker = run(model, tp_size, enable_iteration_graph=drafts != "tree", **more)
     assert_close(together, alone(drafts))
     assert worker["token_checks"] > 0
     assert worker["exchange_micros"], "our own exchanges work on this machine"
@@ -128,13 +129,29 @@ def test_several_gpus_give_the_log_probabilities_of_one(
 )
 def test_iteration_graphs_of_two_gpus_change_no_token(model: Path, drafts: str, flags: list[str]) -> None:
     """The same storm, greedy and sampled, at depths 0 and 3, with eager samples, through the same kernels. NCCL and our own exchanges."""
-    flags = [*flags, "--model", str(model), "--load-format", "dummy", "--device", "cuda", "--tp-size", "2", "--context-length", "1024"]
-    flags += ["--max-total-tokens", "16384", "--max-running-requests", "40", "--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "40"]
+    flags = [*flags, "--enable-iteration-graph", "--model", str(model), "--load-format", "dummy", "--device", "cuda", "--tp-size", "2"]
+    flags += [
+        "--context-length",
+        "1024",
+        "--max-total-tokens",
+        "16384",
+        "--max-running-requests",
+        "40",
+        "--cuda-graph-bs",
+        "1",
+        "2",
+        "4",
+        "8",
+        "16",
+        "32",
+        "40",
+    ]
     if drafts != "plain":
         draft = str(model / "head" if drafts == "EAGLE" else model)
         flags += ["--speculative-algorithm", drafts, "--speculative-draft-model-path", draft, "--speculative-num-steps", "3"]
         flags += ["--speculative-disable-by-batch-size", "8"]
-    done = subprocess.run([sys.executable, rank_life.__file__, *flags], env=ENV, capture_output=True, text=True)
+    paths = os.pathsep.join([ENV["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, rank_life.__file__, *flags], env={**ENV, "PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     whole, separate = json.loads(done.stdout.splitlines()[-1]).values()
     assert whole["life"] == separate["life"]

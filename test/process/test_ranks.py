@@ -223,6 +223,7 @@ def test_iteration_graphs_of_two_ranks_change_no_token(tmp_path: Path) -> None:
     flags = ["--model", model, "--load-format", "dummy", "--dtype", "float32", "--tp-size", "2", "--device", "cpu", "--cpu-threads", "1"]
     flags += ["--max-total-tokens", "8192", "--max-running-requests", "40", "--speculative-algorithm", "STANDALONE"]
     flags += ["--speculative-draft-model-path", model, "--speculative-num-steps", "3", "--speculative-disable-by-batch-size", "8"]
+    flags.append("--enable-iteration-graph")
     done = subprocess.run([sys.executable, rank_life.__file__, *flags], env=ENV, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     whole, separate = json.loads(done.stdout.splitlines()[-1]).values()

@@ -214,7 +214,7 @@ class ServerArgs:
     disable_cuda_graph_padding: bool = _flag(GRAPHS, False)
     """Replay a graph only for exactly the batch size it was captured for."""
     enable_iteration_graph: bool = _flag(GRAPHS, False)
-    """Capture draft decode, verify and draft extend as one graph where possible; default: if a rank has up to 4B active parameters."""
+    """Capture draft decode, verify and draft extend as one graph where possible; default: for up to 4B active parameters on one GPU."""
     disable_iteration_graph: bool = _flag(GRAPHS, False)
     """Capture draft decode, verify and draft extend as separate graphs for every model."""
     disable_head_bounds: bool = _flag(GRAPHS, False)

@@ -49,7 +49,7 @@ ROWS = BufferSpec("iteration_rows", "req", torch.int64, 0)
 """The graphs' own input of request rows, which keeps its values until other rows run. Passes outside these graphs overwrite other
 inputs."""
 SMALL_MODEL, TINY_MODEL = 4_000_000_000, 1_000_000_000
-"""Parameters per token on one rank. Between separate graphs the GPU waits for the host, which matters for small models because their
+"""Parameters per token of one rank. Between separate graphs the GPU waits for the host, which matters for small models because their
 iterations are short. With tiny models the host's work takes longer than all draft passes, so every depth has iteration graphs."""
 OTHER_LAUNCHES = 100
 """Approximate number of kernels in addition to the models': inputs, schedules, acceptance and sampling."""
@@ -85,14 +85,15 @@ class IterationStages:
 
 def iteration_graph_depths(depths: Iterable[int], config: RuntimeConfig, active_parameters: int) -> list[int]:
     """The depths with iteration graphs: 0, `USUAL_STEPS` and a fixed depth, which have graphs for all batch sizes; all depths of a tiny
-    model. Large models have none unless --enable-iteration-graph is set, and attention groups have none.
+    model. Large models, and models on several ranks, have none unless --enable-iteration-graph is set, because they gain little; attention
+    groups have none.
 
     Args:
         active_parameters: weights of one rank that each token is multiplied with; the same number on all ranks.
     """
     wanted = config.graphs.iteration_graph
     if wanted is None:
-        wanted = active_parameters <= SMALL_MODEL
+        wanted = active_parameters <= SMALL_MODEL and config.parallel.tp_size == 1
     if config.parallel.dp_size > 1 or not wanted:
         return []
     if active_parameters <= TINY_MODEL:

@@ -1,4 +1,4 @@
-"""CUDA C++ kernels on a CPU, for tests: `emulated` replaces their compiler and launches by `cuda.h` and g++."""
+"""CUDA C++ kernels on a CPU, for tests: `emulated` replaces their compiler and launches by `cuda.h`, `cuda.cpp` and g++."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import torch
 from runtime.layers.kernels import cuda_driver
 
 HEADER = Path(__file__).with_name("cuda.h")
+RUNTIME = HEADER.with_suffix(".cpp")
 COMPILER = shutil.which("g++")
 OTHERS = {
     "cvt.rn.f16x2.e4m3x2": "four_e4m3_to_float16",
@@ -83,18 +84,19 @@ def compiled(source: str, name: str, folder: Path) -> Any:
     text = f'#include "{HEADER.name}"\nnamespace emulation {{\n{failures}\n}}\n{program}\n{_launcher(source, name)}'
     library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     if not library.exists():
-        header, file = folder / HEADER.name, library.with_suffix(".cpp")
-        if not header.exists():
+        header, runtime, file = folder / HEADER.name, folder / "runtime.so", library.with_suffix(".cpp")
+        if not runtime.exists():
             shutil.copy(HEADER, header)
-            _compile(header, f"{header}.gch")  # parsed once for all programs
+            _compile(header, f"{header}.gch", "-O1")  # parsed once for all programs
+            _compile(RUNTIME, runtime, "-O2", "-shared")
         file.write_text(text, encoding="utf-8")
-        _compile(file, library, "-shared")
+        _compile(file, library, "-O1", "-shared", runtime)
     return ctypes.CDLL(str(library)).emulated_launch
 
 
-def _compile(file: Path, out: Path | str, *flags: str) -> None:
+def _compile(file: Path, out: Path | str, *flags: str | Path) -> None:
     assert COMPILER is not None
-    subprocess.run([COMPILER, "-std=c++17", "-O1", "-w", "-fPIC", "-fno-gnu-unique", *flags, "-o", out, file], check=True)
+    subprocess.run([COMPILER, "-std=c++17", "-w", "-fPIC", "-fno-gnu-unique", "-o", out, file, *flags], check=True)
 
 
 def host_source(source: str) -> str:
@@ -153,8 +155,9 @@ def _launcher(source: str, name: str) -> str:
     listed = source[head.end() : _closing(source, head.end() - 1)]
     types = [re.sub(r"\s*\b\w+\s*$", "", part) for part in listed.split(",")]
     args = ", ".join(f"*(std::remove_const_t<{kind}>*)args[{i}]" for i, kind in enumerate(types))
-    call = f"emulation::launch(blocks, threads, cluster, [&] {{ {name}({args}); }});"
-    return f'extern "C" void emulated_launch(int blocks, int threads, int cluster, void** args) {{ {call} }}'
+    kernel = f"static void emulated_kernel(void** args) {{ {name}({args}); }}"
+    call = "emulation::launch(blocks, threads, cluster, emulated_kernel, args);"
+    return f'{kernel}\nextern "C" void emulated_launch(int blocks, int threads, int cluster, void** args) {{ {call} }}'
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:

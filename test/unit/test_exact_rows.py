@@ -33,7 +33,7 @@ MODELS: dict[str, ModelConfig] = {
 }
 LENGTHS = (70, 3, 5, 40, 23, 1, 33, 9, 51, 16, 2, 64)
 PROMPTS = {row: np.random.default_rng(row).integers(3, 90, size=n).tolist() for row, n in enumerate(LENGTHS, 1)}
-TOKENS = 12
+TOKENS = 8
 Answer = tuple[list[int], torch.Tensor]
 
 

@@ -130,13 +130,16 @@ def idle_crowd(server: Server, count: int) -> dict[str, Any]:
     return {"what": f"gap between tokens beside {count} idle connections", "value": beside, "bound": alone * 1.2, "unit": "ms"}
 
 
-def doubling(server: Server, runs: int) -> dict[str, Any]:
-    """The factor of CPU time for tokenising twice the text, averaged over the four doublings from 64 KiB to 1 MiB; best of `runs`."""
+def doubling(server: Server, runs: int, total: int) -> dict[str, Any]:
+    """The factor of CPU time for tokenising twice the text, averaged over the four doublings from 64 KiB to 1 MiB; best of `runs`.
+
+    `total`: bytes of all requests of a size and run, because the clock counts hundredths of a second.
+    """
     process = psutil.Process(server.pid)
 
     def seconds(size: int) -> float:
         body = {"prompt": "many words and a number 12 " * (size // 27)}
-        repeats = (1 << 21) // size  # the clock counts hundredths of a second
+        repeats = total // size
         before = sum(process.cpu_times()[:2])
         ask_ms(server.port, "/tokenize", repeats, body)
         return (sum(process.cpu_times()[:2]) - before) / repeats
@@ -227,10 +230,10 @@ def plot(result: Result, file: Path) -> None:
     picture.draw(result, file, "Faults: SmolLM2-135M", [panel])
 
 
-def measure(record: Record, flags: Sequence[str], crowd: int, runs: int) -> None:
-    """Measure a server that survives, and one with a short queue."""
+def measure(record: Record, flags: Sequence[str], crowd: int, runs: int, text: int) -> None:
+    """Measure a server that survives, and one with a short queue. `text`: bytes to tokenise for each size."""
     with Server(flags) as server:
-        for row in (health(server), client_gone(server), idle_crowd(server, crowd), doubling(server, runs)):
+        for row in (health(server), client_gone(server), idle_crowd(server, crowd), doubling(server, runs, text)):
             record.add(row)
     with Server([*flags, "--max-running-requests", "1", "--max-queued-requests", "1"]) as server:
         record.add(queue_full(server))
@@ -256,9 +259,9 @@ def main() -> None:
     if args.quick:
         from benchmark.shapes import tiny_model
 
-        measure(record, tiny_model().target_flags[:-2], 20, 1)
+        measure(record, tiny_model().target_flags[:-2], 20, 1, 1 << 20)
     else:
-        measure(record, ("--device", "cpu"), 1000, 3)
+        measure(record, ("--device", "cpu"), 1000, 3, 1 << 21)
         measure_deaths(record, ("--device", "cpu"))
     record.show(render, plot)
 

@@ -24,10 +24,25 @@ from runtime.sampling_params import SamplingParams
 from runtime.worker_info import WorkerInfo
 
 Int32 = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
 Float32 = npt.NDArray[np.float32]
 
 PAD_ROW = 0
 """The request row of padding."""
+
+
+_NO_INTS: Int32 = np.empty(0, dtype=np.int32)
+_NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
+
+
+def no_ints() -> Int32:
+    """An empty int32 array."""
+    return _NO_INTS
+
+
+def no_flags() -> Flags:
+    """An empty bool array."""
+    return _NO_FLAGS
 
 
 class ForwardMode(enum.IntEnum):
@@ -117,6 +132,8 @@ class RowInit:
         history: int32, prompt and output so far, where penalties, a grammar or the worker (`needs_history`) need it; else
             None.
         grammar: `sampling.grammar`, compiled; None for free text.
+        tokens: int32, prompt and output so far: a view of the request's own array, valid until `Worker.submit` returns. Only rank 0 has
+            it.
     """
 
     row: int
@@ -126,14 +143,7 @@ class RowInit:
     eos_ids: Int32
     history: Int32 | None = None
     grammar: Matcher | None = None
-
-
-_NO_INTS: Int32 = np.empty(0, dtype=np.int32)
-
-
-def no_ints() -> Int32:
-    """An empty int32 array."""
-    return _NO_INTS
+    tokens: Int32 = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +190,8 @@ class ScheduleBatch:
         pooling: by index of the chunk: what its hidden states are reduced to.
         depth: K of the decode rows, which `Worker.submit` chooses.
         widths: with `depth`, int32 [padded B - E]: tokens of each window, where they differ; empty where all have `depth` + 1.
+        copied: bool [B - E]. Which decode rows currently copy their prompt, in the view of a depth controller; empty without one. Chosen by
+            `Worker.submit`.
         defers_first_drafts: whether drafts are not expected to follow these prompts, so that the draft computes the first ones only when
             they are needed; chosen by `Worker.submit`.
         sample: the eager sample of this step; chosen by `Worker.submit`.
@@ -206,10 +218,11 @@ class ScheduleBatch:
     extend_lens: Int32 = field(default_factory=no_ints)
     token_ids: Int32 = field(default_factory=no_ints)
     next_tokens: Int32 = field(default_factory=no_ints)
-    prompt_logprobs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    prompt_logprobs: Flags = field(default_factory=no_flags)
     pooling: dict[int, Pooling] = field(default_factory=dict)
     depth: int = 0
     widths: Int32 = field(default_factory=no_ints)
+    copied: Flags = field(default_factory=no_flags)
     defers_first_drafts: bool = False
     sample: EagerSample = NO_SAMPLE
     shared_tokens: int = 0

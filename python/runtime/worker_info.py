@@ -77,15 +77,17 @@ class AcceptanceStats(msgspec.Struct):
 
 
 class DepthClass(msgspec.Struct, frozen=True):
-    """Acceptance of greedy or of sampled requests, as the depth controller expects it.
+    """Acceptance of one class of requests, as the depth controller expects it.
 
     Attributes:
         rates: by position, given that all drafts before it were accepted.
         tokens: tokens that an iteration commits per request, bonus included, by depth 0..K.
+        windows: draft windows and compared guesses that were counted.
     """
 
     rates: list[float]
     tokens: list[float]
+    windows: int
 
 
 class DepthInfo(msgspec.Struct, frozen=True):
@@ -93,7 +95,8 @@ class DepthInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         chosen: iterations by depth.
-        greedy, sampled: expected acceptance.
+        greedy, sampled: expected acceptance of new text.
+        greedy_copied, sampled_copied: of text that is copied from the prompt.
         milliseconds: expected time of an iteration with a short context, by number of requests, then by depth.
         ragged: iterations whose windows differed in width.
     """
@@ -101,6 +104,8 @@ class DepthInfo(msgspec.Struct, frozen=True):
     chosen: dict[str, int]
     greedy: DepthClass
     sampled: DepthClass
+    greedy_copied: DepthClass
+    sampled_copied: DepthClass
     milliseconds: dict[str, dict[str, float]]
     ragged: int = 0
 

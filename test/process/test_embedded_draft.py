@@ -14,7 +14,7 @@ import pytest
 import torch
 from benchmark.embedded_speculation import chat_prompts, speculation
 
-from process.conftest import ROOT, Embedded
+from process.conftest import ROOT, Embedded, serve_embedded
 from runtime import Engine
 from runtime.config.speculative import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
 from warm_start import ForkedPopen
@@ -126,3 +126,24 @@ def test_packages_carry_the_head() -> None:
     package = ROOT / "python" / "runtime"
     carried = {path for pattern in re.findall(r'"([^"]+)"', patterns[1]) for path in package.glob(pattern)}
     assert set(EMBEDDED_DRAFT.iterdir()) <= carried
+
+
+def test_windows_of_copied_and_of_new_text_are_counted_apart() -> None:
+    """With a depth controller. Its depth is fixed then, because a busy machine might decode without drafts."""
+    quoted = "The harbour opens at six in the morning, and the first ferry leaves for the northern islands a quarter of an hour later."
+    asks = ("Write a short poem about the sea.", f"Repeat this sentence word for word, and write nothing else: {quoted}")
+    found, answer = [(0, 0)], ""
+    with serve_embedded("--speculative-num-steps", "auto", "--device", "cpu", "--dtype", "float32") as server:
+        fixed = httpx.post(f"{server.url}/set_internal_state", json={"server_args": {"speculative_num_steps": 3}}, timeout=60)
+        assert fixed.json() == {"success": True}
+        for text in asks:
+            body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24}
+            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+            answer = reply["choices"][0]["message"]["content"]
+            depth = httpx.get(f"{server.url}/get_server_info", timeout=10).json()["internal_states"][0]["worker"]["depth"]
+            found.append((depth["greedy"]["windows"], depth["greedy_copied"]["windows"]))
+            assert depth["sampled"]["windows"] == depth["sampled_copied"]["windows"] == 0
+    assert answer.strip(' "')[:40] == quoted[:40]
+    (new, copied), (new_later, copied_later) = found[1:]
+    assert new > copied, "a poem"
+    assert copied_later - copied > new_later - new, "the sentence again"

@@ -240,7 +240,8 @@ class Driver:
             self.out[row] = []
         seed = chosen.seed if chosen.seed is not None else row
         ends = [1] if chosen.min_new_tokens else []  # nothing ends these requests
-        return RowInit(row, prompt_len or len(prompt), chosen, seed, np.array(ends, dtype=np.int32), history)
+        tokens = np.array(prompt, dtype=np.int32)
+        return RowInit(row, prompt_len or len(prompt), chosen, seed, np.array(ends, dtype=np.int32), history, tokens=tokens)
 
     def _tick(self) -> int:
         self.step += 1

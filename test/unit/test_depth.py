@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,9 +92,57 @@ def test_one_depth_is_chosen_from_the_requests_of_all_attention_groups() -> None
     for each in batch.sections:
         each.depth = batch.depth
     none = no_ints()
-    observe([BatchResult(none, np.array([2, 1], dtype=np.int32)), BatchResult(none, none)])
+    observe([BatchResult(np.array([5, 6, 7], dtype=np.int32), np.array([2, 1], dtype=np.int32)), BatchResult(none, none)])
     (windows,) = read
     assert (windows.accept_lens.tolist(), windows.drafted.tolist(), windows.greedy.tolist()) == ([2, 1], [1, 1], [False, False])
+
+
+def test_every_attention_group_knows_which_of_its_requests_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window counts in the class of the step that planned it, even if its request copies by the time it is read."""
+    control = DepthControl(dict.fromkeys(DEPTHS, 8), 9, Captured(), groups=2)
+    control.controller = DepthController(DEPTHS, IterationCost([CostPoint(1, 0, 1e-3)]))
+    chosen, read = list[list[bool]](), list[list[bool]]()
+    choose = control.controller.choose
+    monkeypatch.setattr(control.controller, "choose", lambda rows, *rest: chosen.append(rows.copied.tolist()) or choose(rows, *rest))
+    monkeypatch.setattr(control.controller, "observe_windows", lambda windows: read.append(windows.copied.tolist()))
+    text = np.random.default_rng(0).integers(0, 1 << 17, 26).astype(np.int32)
+    prompt, copying, other = text[:20], text[2:8], text[20:]
+
+    def planned(step: int, new: bool) -> tuple[ScheduleBatch, Callable[[Sequence[BatchResult]], None]]:
+        sections = []
+        for size in (1, 2):
+            rows = np.arange(1, size + 1, dtype=np.int32)
+            inits = [RowInit(row, 20, SamplingParams(), 0, no_ints(), tokens=prompt) for row in rows.tolist()] if new else []
+            sections.append(ScheduleBatch(step, rows, rows + 40, rows * 0 - 1, new_rows=inits))
+        batch = ScheduleBatch.of_groups(sections)
+        control.choose(batch)
+        for section in sections:
+            section.depth = 5
+        return batch, control.observer_of_groups(batch)
+
+    first, observe_first = planned(1, new=True)
+    second, observe_second = planned(2, new=False)  # submitted before the first is read
+    lens = np.full(2, 6, dtype=np.int32)
+    for batch, observe in ((first, observe_first), (second, observe_second)):
+        control.read(batch.sections[0], BatchResult(other, lens[:1]))
+        observe([BatchResult(np.concatenate([other, copying]), lens)])
+    third, observe_third = planned(3, new=False)
+    observe_third([BatchResult(np.concatenate([other, other]), lens)])
+    assert chosen == [[False] * 3, [False] * 3, [False, False, True]]
+    assert read == [[False, False], [False, False], [False, True]]
+    planned(4, new=False)
+    assert chosen[-1] == [False] * 3
+    assert [section.copied.tolist() for section in third.sections] == [[False], [False, True]]
+
+
+def test_without_a_controller_no_prompt_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    control = DepthControl({3: 8, 0: 8}, 9, Captured())
+    for name in ("admit", "read", "copied"):
+        monkeypatch.setattr(control.copied, name, None)
+    rows, prompt = np.array([1], dtype=np.int32), np.arange(20, dtype=np.int32)
+    batch = ScheduleBatch(1, rows, rows + 20, rows - 2, new_rows=[RowInit(1, 20, SamplingParams(), 0, no_ints(), tokens=prompt)])
+    control.choose(batch)
+    assert control.read(batch, BatchResult(rows, rows)).tolist() == [True]
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])

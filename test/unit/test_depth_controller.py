@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed
+from runtime.model_executor.acceptance_averages import AcceptanceAverages, expected_tokens
+from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
 from runtime.model_executor.depth_option import Option, best_option
 from runtime.model_executor.iteration_cost import CostPoint, DistinctExperts, IterationCost
 from runtime.model_executor.row_acceptance import RowAcceptance
@@ -133,7 +134,7 @@ def test_averages_extrapolate_positions_that_were_not_drafted() -> None:
     rates = averages.rates()
     assert rates[:2] == pytest.approx([0.75, 2 / 3], abs=0.02)
     assert rates[2:] == pytest.approx([2 / 3] * 5, abs=0.02)
-    assert averages.expected == pytest.approx((1.0, *(1 + np.cumprod(rates).cumsum())))
+    assert expected_tokens(rates) == pytest.approx((1.0, *(1 + np.cumprod(rates).cumsum())))
 
 
 def test_a_change_of_acceptance_shows_within_a_few_windows() -> None:

@@ -30,9 +30,9 @@ class Recorder(DepthController):
         super().__init__(DEPTHS, IterationCost([CostPoint(1, 0, 1e-3)]), rows=rows)
         self.seen: list[tuple[list[bool], list[bool]]] = []
 
-    def observe_guesses(self, greedy: np.ndarray, hits: np.ndarray) -> None:
+    def observe_guesses(self, greedy: np.ndarray, hits: np.ndarray, copied: np.ndarray) -> None:
         self.seen.append((greedy.tolist(), hits.tolist()))
-        super().observe_guesses(greedy, hits)
+        super().observe_guesses(greedy, hits, copied)
 
 
 def drafting(tmp_path: Path, algorithm: str = "EAGLE", replay: str | None = None, **spec: Any) -> tuple[Any, Recorder]:

@@ -23,6 +23,7 @@ from runtime.distributed.rendezvous import Rendezvous
 from runtime.distributed.ring import RingFds, RingFull, RingReader, RingWriter
 from runtime.distributed.step_messages import Close, GroupResult, RankCodec, Reset, RunStep, SetRun
 from runtime.errors import ConfigError
+from runtime.model_executor.followers import Followers
 from runtime.sampling_params import SamplingParams
 
 PATIENCE = 30.0
@@ -102,6 +103,31 @@ def test_steps_arrive_as_they_were_sent() -> None:
     assert row.history.tolist() == [0, 2, 4]
     for message in (SetRun(("eager",)), SetRun(()), Reset(), Close()):
         assert codec.decode(codec.encode(message)) == message
+
+
+def test_steps_leave_out_what_only_rank_0_reads() -> None:
+    frames = list[bytes]()
+
+    class Sender:
+        def send(self, frame: bytes) -> None:
+            frames.append(frame)
+
+    ints = np.arange(5, dtype=np.int32)
+
+    def step() -> ScheduleBatch:
+        return ScheduleBatch(1, ints, ints, ints, [RowInit(3, 5, SamplingParams(), 0, ints, ints, tokens=ints)])
+
+    batch, sender, watch = step(), Sender(), None
+    followers: Any = Followers([sender], watch, None)  # type: ignore[list-item, arg-type]
+    for each in (batch, ScheduleBatch(2, ints[:0], ints[:0], ints[:0], sections=[batch, step()])):
+        followers.run(each, ())
+        message = RankCodec().decode(frames[-1])
+        assert isinstance(message, RunStep)
+        for section in message.batch.sections or [message.batch]:
+            (row,) = section.new_rows
+            assert row.history is not None
+            assert (row.history.tolist(), row.tokens.tolist()) == (ints.tolist(), [])
+    assert batch.new_rows[0].tokens is ints
 
 
 class Heard:

@@ -99,7 +99,7 @@ class Server:
             seen = None if self.after_prompts else took * (1 + 0.02 * self.rng.standard_normal())
             self.control.observe(Observed(depth, lens, rows.caps, rows.greedy, sizes[depth], kv_tokens, seen))
             if guesses:
-                self.control.observe_guesses(rows.greedy, self.rng.random(live) < rate)
+                self.control.observe_guesses(rows.greedy, self.rng.random(live) < rate, rows.copied)
         self.known, self.left, self.after_prompts = self.left, self.left.copy(), False
         emitted = np.minimum(np.maximum(left, 0), lens)
         self.left[chosen] = left - emitted

@@ -121,7 +121,7 @@ class Load:
                 control.observe(Observed(depth, lens, rows.caps, rows.greedy, sizes[depth], kv_tokens, seen))
                 plain = plain + 1 if depth == 0 else 0
                 if plain and plain % (GUESS_EVERY * WIDTH) == 0:
-                    control.observe_guesses(rows.greedy, rng.random(live) < rate)
+                    control.observe_guesses(rows.greedy, rng.random(live) < rate, rows.copied)
             emitted, after_prompts, clock = np.minimum(lens, left), False, clock + took
             new, left = int(emitted.sum()), left - emitted
             tokens, kv_tokens = tokens + new, kv_tokens + new

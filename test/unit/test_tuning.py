@@ -29,7 +29,8 @@ from runtime.config.speculative_tuning import (
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.errors import BAD_USE, ConfigError
 from runtime.launch_server import main as launch_server
-from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed
+from runtime.model_executor.acceptance_averages import AcceptanceAverages
+from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
 from runtime.model_executor.depth_costs import start_controller
 from runtime.model_executor.depth_trial import BLOCK, DepthTrial
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost

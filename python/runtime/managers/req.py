@@ -163,6 +163,7 @@ class Req:
             eos_ids=np.array(sorted(self.stop_ids), dtype=np.int32),
             history=self.ids.copy() if sampling.penalised or needs_history or self.grammar is not None else None,
             grammar=self.grammar,
+            tokens=self.ids,
         )
 
     # ---- events

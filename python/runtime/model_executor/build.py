@@ -131,14 +131,14 @@ def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, de
 
     verifier = Verifier(target, spec.shape, spec.feature_width, depths, inputs, make, context.config.cache.radix_cache)
     drafter.attach(DraftSetup(target, inputs, depths, make))
-    limits = {depth: batches.running for depth, batches in depths.items()}
+    limits, groups = {depth: batches.running for depth, batches in depths.items()}, context.config.parallel.dp_size
     stages = (target, inputs, drafter, verifier, Accepter(target, spec, context.config.speculative))
     graph_depths = iteration_graph_depths(depths, context.config, context.group.agree(model.active_parameters))
     options = replace(graph_options(context, runner, ()), nccl_bytes=partial(nccl_bytes_of_logits, context, model.lm_head))
     graphs = IterationGraphs(IterationStages(*stages), graph_depths, options)
     return WorkerParts(
         *stages,
-        depths=DepthControl(limits, context.running + 1, verifier, context.config.parallel.dp_size),
+        depths=DepthControl(limits, context.running + 1, verifier, groups, context.config.model.context_length),
         monitor=AcceptanceMonitor(max(depths)),
         grammars=GrammarRows(model.config.vocab_size, context.device),
         iterations=graphs,

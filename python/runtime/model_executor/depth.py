@@ -10,8 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from runtime.batch import BatchResult, Int32, RowInit, ScheduleBatch, no_ints
+from runtime.batch import BatchResult, Flags, Int32, RowInit, ScheduleBatch, no_ints
 from runtime.errors import InvalidField
+from runtime.model_executor.copied_text import MAX_PROMPT, CopiedText
 from runtime.model_executor.depth_controller import DecodeRows, DepthChooser, Windows
 from runtime.model_executor.ended_rows import EndedRows
 from runtime.model_executor.row_acceptance import RowAcceptance
@@ -152,19 +153,21 @@ class DepthControl:
         limits: by depth, the largest batch that it serves.
         controller: None if the batch size decides.
         rows: acceptance by request row, for the controller.
+        copied: which requests copy their prompt, for the controller.
         ended: by attention group, the requests that had already ended when a step was read.
     """
 
-    def __init__(self, limits: Mapping[int, int], rows: int, sizes: VerifySizes, groups: int = 1) -> None:
+    def __init__(self, limits: Mapping[int, int], rows: int, sizes: VerifySizes, groups: int = 1, max_prompt: int = MAX_PROMPT) -> None:
         """
         Args:
             rows: number of request rows of each attention group.
             sizes: batch sizes by depth.
             groups: number of attention groups.
+            max_prompt: the longest prompt, in tokens.
         """
         self.limits, self._sizes = dict(limits), sizes
         self.controller: DepthChooser | None = None
-        self.rows = RowAcceptance(rows)
+        self.rows, self.copied = RowAcceptance(rows), CopiedText(rows * groups, max_prompt)
         self.ended = [EndedRows() for _ in range(groups)]
         self._forced: int | None = None
         self._fixed: int | None = None
@@ -186,6 +189,9 @@ class DepthControl:
         """Set the depth of a step, 0 without decode rows, and what depends on it. Called once per step, in order."""
         for group, section in enumerate(batch.sections or [batch]):
             self._admit(section.new_rows, group, batch.step)
+        if self.controller is not None:
+            for section, rows in zip(batch.sections or [batch], self._decode_rows(batch), strict=True):
+                section.copied = self.copied.copied(rows)
         if live := batch.max_decodes:  # all groups run passes of the size of the largest group
             self._choose_depth(batch, live)
             self._latest = batch.depth
@@ -230,7 +236,8 @@ class DepthControl:
         left = np.maximum(self._ends[rows] - kv_lens, 1)
         shared = self._shared_sizes(serving, live, batch.shared_tokens)
         spared = dict.fromkeys(shared, int(SHARED_GAIN * batch.shared_tokens * (live - 1)))
-        decodes = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left, spared)
+        copied = np.concatenate([section.copied for section in sections])
+        decodes = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left, spared, copied)
         depth, passes = self._sizes.ragged_depth, list[tuple[int, int]]()
         if depth in serving and not batch.num_prompts and not batch.sections:
             passes = [(size, tokens) for size, tokens in self._ragged_passes(live) if size < tokens and not tokens % size]
@@ -271,19 +278,31 @@ class DepthControl:
         """The decode rows of each attention group, numbered through all groups."""
         return [section.rows[section.num_prompts :] + group * self._per_group for group, section in enumerate(batch.sections or [batch])]
 
+    def read(self, batch: ScheduleBatch, result: BatchResult, group: int = 0) -> Flags:
+        """Note the tokens that a step of one attention group emitted. Called once per step, in order.
+
+        Returns:
+            bool [B], the requests that had not ended before this step.
+        """
+        if self.controller is not None:
+            rows = batch.rows + group * self._per_group
+            self.copied.read(rows, batch.step, result.accept_lens, result.token_ids)
+        return self.ended[group].read(batch.rows, result)
+
     def observer_of_groups(self, batch: ScheduleBatch) -> Callable[[Sequence[BatchResult]], None]:
         """A function that passes on the acceptance of the other attention groups, from their results of the step just planned, to the
         controller.
         """
         controller, sections = self.controller, batch.sections[1:]
-        kinds = [(self._caps[rows], self._greedy[rows]) for rows in self._decode_rows(batch)[1:]] if controller else []
+        limits = [(self._caps[rows], self._greedy[rows]) for rows in self._decode_rows(batch)[1:]] if controller else []
 
         def observe(results: Sequence[BatchResult]) -> None:
-            for section, (caps, greedy), result, ended in zip(sections, kinds, results, self.ended[1:], strict=bool(kinds)):
-                alive = ended.read(section.rows, result)[section.num_prompts :]
+            for group, result in enumerate(results, 1):
+                section = sections[group - 1]
+                alive = self.read(section, result, group)[section.num_prompts :]
                 if controller is not None and section.depth and alive.any():
-                    lens = result.accept_lens[section.num_prompts :][alive]
-                    controller.observe_windows(Windows(section.depth, lens, caps[alive], greedy[alive]))
+                    lens, (caps, greedy) = result.accept_lens[section.num_prompts :][alive], limits[group - 1]
+                    controller.observe_windows(Windows(section.depth, lens, caps[alive], greedy[alive], copied=section.copied[alive]))
 
         return observe
 
@@ -297,6 +316,8 @@ class DepthControl:
             self._ends[row] = init.prompt_len + init.sampling.max_new_tokens
             if not group:
                 self.rows.admit(row, step)
+            if self.controller is not None:
+                self.copied.admit(row, step, init.tokens, init.prompt_len)
         self._capped = bool(self._caps.min() < self.deepest)
 
     def fix(self, depth: int) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from operator import mul
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.batch import Int32, no_ints
+from runtime.batch import Flags, Int32, no_flags, no_ints
+from runtime.model_executor.acceptance_averages import CLASSES, COPIED, GREEDY, ClassAverages, class_numbers, expected_tokens, reach
 from runtime.model_executor.depth_option import HYSTERESIS, Option, best_option
 from runtime.model_executor.depth_probes import DepthProbes
 from runtime.model_executor.end_spread import EndSpread
@@ -26,87 +26,14 @@ from runtime.model_executor.window_widths import assign_widths
 from runtime.worker_info import DepthClass, DepthInfo
 
 Floats = npt.NDArray[np.float64]
-Counts = tuple[float, float]
 KEEP_FOR, STEADY = 4, 32
 """A choice that did not change for `STEADY` iterations is reused for `KEEP_FOR` iterations of one batch size, to save host time."""
-FIRST_RATE = 0.6
-"""Initial estimate of the acceptance of the first draft."""
-PRIOR = 4.0
-"""Weight, in drafts, of the previous position's rate in the estimate for a position."""
-MEASURED = 64
-"""Weight, in windows, of acceptance that was measured before the start."""
-SHORT, LONG = 16, 512
-"""Length of the two acceptance averages, in windows."""
-MIN_KEEP_SHORT, MIN_KEEP_LONG = 0.5, 1 - 1 / 16
-"""Minimum weight of the past in an iteration with many windows, for both averages."""
-SHIFT, SHIFT_DEVIATIONS = 0.1, 3.5
-"""Acceptance has changed if the averages differ by `SHIFT` and by this many standard deviations."""
-
+SAME_TEXT = 1 / 8
+"""It is not reused if the number of requests that copy their prompt changed by more than this fraction of the batch."""
 RAGGED_GAIN = 0.01
 """Ragged windows are used if this fraction more tokens per second is expected from them, and kept while any more is."""
 RAGGED_EVERY = 8
 """Iterations between two checks of ragged windows while they are not in use and all requests have the same draft limit."""
-
-
-class AcceptanceAverages:
-    """Acceptance by position as exponential averages: a long average, or a short one while it differs from the long one.
-
-    In plain Python numbers, because a call of numpy takes longer than one position.
-    """
-
-    def __init__(self, max_depth: int, measured: Sequence[float] = ()) -> None:
-        """`measured`: conditional acceptance of the first positions, which counts as `MEASURED` windows."""
-        self._max_depth = max_depth
-        reach = [MEASURED * share for share in accumulate(measured[:max_depth], mul, initial=1.0)]
-        unknown = [(0.0, 0.0)] * max_depth  # reached, accepted
-        self._short, self._long = unknown, [*pairwise(reach), *unknown][:max_depth]
-
-    @property
-    def expected(self) -> list[float]:
-        """Expected tokens that a window commits, including the bonus token, by depth 0..K."""
-        return list(accumulate(self.reach, initial=1.0))
-
-    @property
-    def reach(self) -> list[float]:
-        """The probability that a window accepts at least k drafts, for k = 1..K."""
-        return list(accumulate(self.rates(), mul))
-
-    @property
-    def first(self) -> float:
-        """Acceptance of the first draft."""
-        ((reached, accepted), *_) = self._long
-        return (accepted + PRIOR * FIRST_RATE) / (reached + PRIOR)
-
-    def add(self, counts: Sequence[int], depth: int) -> None:
-        """Count windows of one depth, at least 1: `counts[n]` of them committed n tokens, 1..depth + 1."""
-        at_least = list(accumulate(counts[depth + 1 : 0 : -1]))[::-1]
-        if not at_least[0]:
-            return
-        new = [*pairwise(at_least), *[(0, 0)] * (self._max_depth - depth)]
-        self._short = self._added(self._short, new, depth, max(1 - at_least[0] / SHORT, MIN_KEEP_SHORT))
-        long = self._added(self._long, new, depth, max(1 - at_least[0] / LONG, MIN_KEEP_LONG))
-        self._long = self._short if self._shifted(long[0]) else long
-
-    def rates(self) -> list[float]:
-        """Conditional acceptance of each position; a rarely reached position uses the rate of the previous one."""
-        found, rate = [], FIRST_RATE
-        for reached, accepted in self._long:
-            rate = (accepted + PRIOR * rate) / (reached + PRIOR)
-            found.append(rate)
-        return found
-
-    @staticmethod
-    def _added(old: Sequence[Counts], new: Sequence[Counts], depth: int, keep: float) -> list[Counts]:
-        """The new average: the past has weight `keep`; positions that were not drafted decay more slowly."""
-        keeps = [keep] * depth + [1 - (1 - keep) / 4] * (len(old) - depth)
-        return [(m * keep + n, a * keep + b) for (m, a), (n, b), keep in zip(old, new, keeps, strict=True)]
-
-    def _shifted(self, first: Counts) -> bool:
-        (reached, accepted), (usual_reached, usual_accepted) = self._short[0], first
-        if min(reached, usual_reached) < 1:
-            return False
-        rate, usual = accepted / reached, (usual_accepted + 1) / (usual_reached + 2)
-        return abs(rate - usual) > max(SHIFT, SHIFT_DEVIATIONS * (usual * (1 - usual) / reached) ** 0.5)
 
 
 @dataclass(slots=True)
@@ -120,14 +47,21 @@ class DecodeRows:
         rows: int32 [n], their request rows; read if windows may differ in width.
         left: int [n], the maximum number of tokens that each may still generate; empty if not known.
         spared: by depth, how much context costs less than its `kv_tokens`, in tokens, because the requests share a prefix.
+        copied: bool [n], which requests currently copy their prompt; empty if none does.
     """
 
     caps: npt.NDArray[np.integer]
-    greedy: npt.NDArray[np.bool_]
+    greedy: Flags
     kv_tokens: int
     rows: Int32 = field(default_factory=no_ints)
     left: npt.NDArray[np.integer] = field(default_factory=no_ints)
     spared: Mapping[int, int] = field(default_factory=dict[int, int])
+    copied: Flags = field(default_factory=no_flags)
+
+    @property
+    def classes(self) -> npt.NDArray[np.intp]:
+        """[n], the class of each request."""
+        return class_numbers(self.greedy, self.copied)
 
     def context(self, depth: int) -> int:
         """The tokens of context that an iteration at `depth` is charged for."""
@@ -141,13 +75,19 @@ class Windows:
     Attributes:
         depth: K.
         accept_lens: int [n].
-        caps, greedy: as in `DecodeRows`.
+        caps, greedy, copied: as in `DecodeRows` when the depth was chosen.
     """
 
     depth: int
     accept_lens: npt.NDArray[np.integer]
     caps: npt.NDArray[np.integer]
-    greedy: npt.NDArray[np.bool_]
+    greedy: Flags
+    copied: Flags = field(default_factory=no_flags, kw_only=True)
+
+    @property
+    def classes(self) -> npt.NDArray[np.intp]:
+        """[n], the class of each request."""
+        return class_numbers(self.greedy, self.copied)
 
     @property
     def drafted(self) -> npt.NDArray[np.integer]:
@@ -200,11 +140,11 @@ class DepthChooser(Protocol):
         """Learn from windows of another attention group, at least one and of at least one draft; `observe` gets the iteration's time."""
         ...
 
-    def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
+    def observe_guesses(self, greedy: Flags, hits: Flags, copied: Flags) -> None:
         """Learn which first drafts would have been accepted in an iteration without drafts.
 
         Args:
-            greedy: bool [n], as in `DecodeRows`.
+            greedy, copied: as in `Windows`.
             hits: bool [n], whether the guess equals the committed token.
         """
 
@@ -238,21 +178,24 @@ class DepthController(DepthChooser):
         self._ragged = False
         self.chosen, self.ragged = dict.fromkeys(sorted(depths), 0), 0
         self._max_depth = max(depths)
-        self._averages = {greedy: AcceptanceAverages(self._max_depth, acceptance) for greedy in (True, False)}
+        self._averages = ClassAverages(self._max_depth, acceptance)
         self._current: int | None = None
         self._probes = DepthProbes(depths)
         self._steps = self._changed_at = 0
         self._kept: Option | None = None  # the choice that is reused for `_kept_for`, requests and sizes
         self._kept_for: tuple[int, Mapping[int, int]] = (0, {})
+        self._kept_copied = 0  # requests that copied their prompt then
         self._observed = -1  # depth of the previous iteration that was read
         self._windows = 0  # windows whose acceptance is known; `observe` writes it
         self._spreads_ends = False  # whether drafts make requests finish at different times
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]] = (), ragged_depth: int = 0) -> Option:
         """The option that is expected to commit the most tokens per second, or a probe of another depth."""
+        n = len(rows.caps)
         mixed = passes and (self._ragged or rows.caps.min() < ragged_depth or self._steps % RAGGED_EVERY == 0)
-        if self._kept is not None and not mixed and self._steps % KEEP_FOR and self._kept_for == (len(rows.caps), sizes):
-            self._probes.accrue(self._kept, len(rows.caps))
+        copied, reused = int(np.count_nonzero(rows.copied)), self._kept is not None and not mixed and self._steps % KEEP_FOR > 0
+        if reused and self._kept_for == (n, sizes) and abs(copied - self._kept_copied) <= SAME_TEXT * n:
+            self._probes.accrue(self._kept, n)
             return self._chose(self._kept)
         options = self._options(rows, sizes)
         best = best_option(options, self._current)
@@ -260,9 +203,9 @@ class DepthController(DepthChooser):
             self._current, self._changed_at = best.depth, self._steps
         if mixed:
             best, options = self._narrowed(best, options, rows, passes, ragged_depth)
-        depth = self._probes.next(options, best, len(rows.caps), self._spreads_ends, self._windows)
+        depth = self._probes.next(options, best, n, self._spreads_ends, self._windows)
         steady = not mixed and depth == best.depth and self._steps - self._changed_at >= STEADY
-        self._kept, self._kept_for = best if steady else None, (len(rows.caps), sizes)
+        self._kept, self._kept_for, self._kept_copied = best if steady else None, (n, sizes), copied
         return self._chose(best if depth == best.depth else next(option for option in options if option.depth == depth))
 
     def _chose(self, option: Option) -> Option:
@@ -331,8 +274,8 @@ class DepthController(DepthChooser):
 
     def _gains(self, rows: DecodeRows) -> Floats:
         """Expected accepted tokens of each draft of each request, [n, most steps]; 0 beyond its limit."""
-        usual = np.where(rows.greedy, self._averages[True].first, self._averages[False].first)
-        gains = self.rows.gains(rows.rows, usual, self._max_depth)
+        usual = np.array([self._averages.rates(number)[0] for number in range(CLASSES)])[rows.classes]
+        gains = self.rows.gains(rows.rows, usual, self._max_depth, rows.copied)
         return gains if rows.caps.min() >= self._max_depth else np.where(np.arange(self._max_depth) < rows.caps[:, None], gains, 0.0)
 
     def observe(self, read: Observed) -> None:
@@ -348,32 +291,32 @@ class DepthController(DepthChooser):
         if read.depth == 0 or not len(read.accept_lens):
             return
         if len(read.rows):
-            self.rows.add(read.rows, read.step, read.accept_lens, read.drafted)
+            self.rows.add(read.rows, read.step, read.accept_lens, read.drafted, read.copied)
         self.observe_windows(read)
         if self._current == 0 and not read.width and not self._spreads_ends:  # a probe that accepted drafts saved time
             self._probes.refund((float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens))
 
-    def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
+    def observe_guesses(self, greedy: Flags, hits: Flags, copied: Flags) -> None:
         """Learn from the guesses for greedy requests that were compared with the tokens of an iteration at depth 0.
 
         Sampled requests do not count: a draft is accepted with probability min(1, p / q), more often than it equals an independent draw.
         """
-        own = hits[greedy]
-        right = int(np.count_nonzero(own))
-        self._windows += len(own)
-        self._averages[True].add([0, len(own) - right, right], 1)
+        counts = np.bincount(class_numbers(greedy, copied) * 2 + hits, minlength=2 * CLASSES).tolist()
+        for number in (GREEDY, GREEDY + COPIED):
+            wrong, right = counts[2 * number : 2 * number + 2]
+            self._windows += wrong + right
+            self._averages.add(number, [0, wrong, right], 1)
 
     def observe_windows(self, windows: Windows) -> None:
-        """Add the windows to the averages of their kind, shallow ones first."""
+        """Add the windows to the averages of their class, shallow ones first."""
         depth, width, drafted = windows.depth, windows.depth + 2, windows.drafted
         self._windows += len(windows.accept_lens)
-        kinds = (windows.greedy * np.intp(width) + drafted) * width + windows.accept_lens
-        counts = np.bincount(kinds, minlength=2 * width * width).tolist()
-        shallowest = max(int(drafted.min()), 1)
-        for greedy, averages in self._averages.items():
+        classes, shallowest = windows.classes, max(int(drafted.min()), 1)
+        counts = np.bincount((classes * width + drafted) * width + windows.accept_lens, minlength=CLASSES * width * width).tolist()
+        for number in np.flatnonzero(np.bincount(classes)).tolist():
             for drafts in range(shallowest, depth + 1):
-                start = (greedy * width + drafts) * width
-                averages.add(counts[start : start + width], drafts)
+                start = (number * width + drafts) * width
+                self._averages.add(number, counts[start : start + width], drafts)
 
     def correct(self, independence: float) -> None:
         """Update the cost model by the measured `DistinctExperts.independence`."""
@@ -385,24 +328,29 @@ class DepthController(DepthChooser):
         return DepthInfo(
             chosen={str(depth): count for depth, count in self.chosen.items()},
             ragged=self.ragged,
-            greedy=self._class(True),
-            sampled=self._class(False),
+            greedy=self._class(GREEDY),
+            sampled=self._class(0),
+            greedy_copied=self._class(GREEDY + COPIED),
+            sampled_copied=self._class(COPIED),
             milliseconds={
                 str(size): {str(depth): round(1e3 * self.cost.seconds(size, depth), 3) for depth in self.chosen} for size in sizes
             },
         )
 
-    def _class(self, greedy: bool) -> DepthClass:
-        averages = self._averages[greedy]
-        return DepthClass([round(rate, 4) for rate in averages.rates()], [round(tokens, 3) for tokens in averages.expected])
+    def _class(self, number: int) -> DepthClass:
+        rates = self._averages.rates(number)
+        tokens = [round(each, 3) for each in expected_tokens(rates)]
+        return DepthClass([round(rate, 4) for rate in rates], tokens, self._averages.windows(number))
 
     def _accepted(self, rows: DecodeRows) -> list[float]:
         """The expected number of requests that accept at least k drafts, for k = 1..K."""
         most = self._max_depth
-        total = [0.0] * most
-        for greedy, averages in self._averages.items():
-            by_cap = np.bincount(np.minimum(rows.caps[rows.greedy == greedy], most), minlength=most + 1).tolist()
+        total, width = [0.0] * most, most + 1
+        caps = np.bincount(rows.classes * width + np.minimum(rows.caps, most), minlength=CLASSES * width).tolist()
+        for number in range(CLASSES):
+            by_cap = caps[number * width : (number + 1) * width]
             drafted = list(accumulate(by_cap[:0:-1]))[::-1]  # requests with at least k drafts
             if any(drafted):
-                total = [requests + n * reach for requests, n, reach in zip(total, drafted, averages.reach, strict=True)]
+                shares = reach(self._averages.rates(number))
+                total = [requests + n * share for requests, n, share in zip(total, drafted, shares, strict=True)]
         return total

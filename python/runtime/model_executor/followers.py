@@ -76,8 +76,7 @@ class Followers:
         if wanted != self._set:
             self._set = wanted
             self._send(wanted)
-        # A compiled grammar cannot be sent: the other ranks compile its text, which is part of the sampling parameters.
-        self._send(RunStep(_without_grammars(batch)))
+        self._send(RunStep(_for_followers(batch)))
 
     def ask(self, step: int) -> None:
         """Ask the other attention groups for the results of a step."""
@@ -107,11 +106,14 @@ class Followers:
             sender.send(frame)
 
 
-def _without_grammars(batch: ScheduleBatch) -> ScheduleBatch:
-    sections = [_without_grammars(section) for section in batch.sections]
-    if any(init.grammar is not None for init in batch.new_rows):
-        return replace(batch, new_rows=[replace(init, grammar=None) for init in batch.new_rows])
-    return replace(batch, sections=sections) if sections else batch
+def _for_followers(batch: ScheduleBatch) -> ScheduleBatch:
+    """The step without what only rank 0 reads, and without compiled grammars, which cannot be sent: the other ranks compile their texts,
+    which are part of the sampling parameters.
+    """
+    if batch.sections:
+        return replace(batch, sections=[_for_followers(section) for section in batch.sections])
+    new_rows = [replace(init, grammar=None, tokens=no_ints()) for init in batch.new_rows]
+    return replace(batch, new_rows=new_rows) if new_rows else batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,7 +365,7 @@ class Worker:
         decoded, prompted = None if decodes is None else decodes.wait(), None if prompts is None else prompts.wait()
         now = time.perf_counter()  # before work on the host: an iteration takes the time between the results of two
         result = join(prompted, decoded)
-        alive = self.parts.depths.ended[0].read(batch.rows, result)[batch.num_prompts :]
+        alive = self.parts.depths.read(batch, result)[batch.num_prompts :]
         if decodes is not None and decoded is not None:
             self._observe(decodes, decoded, alive, now, prompts is not None, batch)
         if decodes is not None and decodes.experts is not None:
@@ -402,13 +402,14 @@ class Worker:
             return
         assert iteration.greedy is not None
         drafts = np.full(iteration.live, iteration.depth) if caps is None else caps.host
-        greedy = iteration.greedy[alive]
+        greedy, copied = iteration.greedy[alive], batch.copied[alive]
         controller.observe(
             Observed(
                 depth=iteration.depth,
                 accept_lens=lens[alive],
                 caps=drafts[alive],
                 greedy=greedy,
+                copied=copied,
                 size=iteration.size,
                 kv_tokens=batch.pad_kv or int(iteration.bounds.sum()),
                 seconds=None if disturbed else seconds,
@@ -419,7 +420,7 @@ class Worker:
             )
         )
         if decodes.guessed is not None:
-            controller.observe_guesses(greedy, decodes.guessed.wait()[0].astype(np.bool_)[alive])
+            controller.observe_guesses(greedy, decodes.guessed.wait()[0].astype(np.bool_)[alive], copied)
 
 
 def _read_nothing() -> BatchResult:

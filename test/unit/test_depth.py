@@ -138,7 +138,7 @@ def test_every_attention_group_knows_which_of_its_requests_copy(monkeypatch: pyt
 def test_without_a_controller_no_prompt_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     control = DepthControl({3: 8, 0: 8}, 9, Captured())
     for name in ("admit", "read", "copied"):
-        monkeypatch.setattr(control.copied, name, None)
+        monkeypatch.setattr(control.copied[0], name, None)
     rows, prompt = np.array([1], dtype=np.int32), np.arange(20, dtype=np.int32)
     batch = ScheduleBatch(1, rows, rows + 20, rows - 2, new_rows=[RowInit(1, 20, SamplingParams(), 0, no_ints(), tokens=prompt)])
     control.choose(batch)

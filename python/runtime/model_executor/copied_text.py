@@ -8,10 +8,12 @@ Each request row has a set of hashed n-grams, as a bit set: a Bloom filter with 
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 
-from runtime.batch import Int32
+from runtime.batch import Flags, Int32
 
 NGRAM, HITS = 4, 2
 """Text is copied if its last `HITS` n-grams of `NGRAM` tokens are in the prompt."""
@@ -35,7 +37,7 @@ _BACK = np.arange(-TAIL, 0)
 
 
 class CopiedText:
-    """Owner of the n-grams of each request's prompt and of its latest tokens, by request row."""
+    """Owner of the n-grams of each request's prompt and of its latest tokens, by request row of one attention group."""
 
     def __init__(self, rows: int, max_prompt: int = MAX_PROMPT) -> None:
         """`max_prompt`: the longest prompt, in tokens. Memory is only taken when prompts fill it."""
@@ -43,14 +45,12 @@ class CopiedText:
         # Written by `admit`.
         self._sets = np.zeros((rows, 1 << (self._max_bits - 3)), dtype=np.uint8)
         self._shifts = np.full((rows, 1), 64 - MIN_BITS, dtype=np.uint64)
-        self._first_tails = np.full((rows, TAIL), UNKNOWN, dtype=np.int64)
         self._since = np.zeros(rows, dtype=np.int64)  # the step in which the current request got the row
-        self._latest = 0  # the largest of these
-        self._admitted = np.zeros(rows, dtype=np.int64)
+        self._admitted = deque[tuple[int, int, list[int]]]()  # step, row and last tokens of requests that `read` does not know yet
         # Written by `read`.
-        self._tails = self._first_tails.copy()
+        self._tails = np.full((rows, TAIL), UNKNOWN, dtype=np.int64)
         self._copied = np.zeros(rows, dtype=np.bool_)
-        self._seen = np.zeros(rows, dtype=np.int64)
+        self._step = -1  # the last step that was read
         # Constants.
         self._bases = (np.arange(rows) << self._max_bits)[:, None]
         self._tail_ends = (np.arange(rows) + 1) * TAIL
@@ -61,7 +61,7 @@ class CopiedText:
         Args:
             tokens: int32, its prompt and its output so far; empty if unknown, then none of its text counts as copied.
         """
-        self._since[row] = self._latest = step
+        self._since[row] = step
         prompt = tokens[:prompt_len][-MAX_PROMPT:]
         bits = min(_bits_for(len(prompt)), self._max_bits)
         found = np.zeros(1 << bits, dtype=np.bool_)
@@ -70,11 +70,8 @@ class CopiedText:
             found[(hashes >> np.uint64(64 - bits)).view(np.int64)] = True
         self._sets[row, : 1 << (bits - 3)] = np.packbits(found, bitorder="little")
         self._shifts[row] = 64 - bits
-        # One token more would be an n-gram of the prompt itself.
-        known = tokens[-(NGRAM - 1) :]
-        self._first_tails[row] = UNKNOWN
-        self._first_tails[row, TAIL - len(known) :] = known
-        self._admitted[row] += 1
+        known = tokens[-(NGRAM - 1) :].tolist()  # one token more would be an n-gram of the prompt itself
+        self._admitted.append((step, row, [UNKNOWN] * (TAIL - len(known)) + known))
 
     def read(self, rows: Int32, step: int, accept_lens: Int32, tokens: Int32) -> None:
         """Append what `step` emitted. Called once per step, in order.
@@ -83,21 +80,17 @@ class CopiedText:
             rows: int32 [B].
             accept_lens, tokens: as in `BatchResult`.
         """
-        admitted, tails = self._admitted[rows], self._tails[rows]
-        fresh = self._seen[rows] != admitted
-        if np.count_nonzero(fresh):
-            tails[fresh] = self._first_tails[rows[fresh]]
-        tails = self._shifted(tails, accept_lens, tokens)
-        copied = self._hits(rows, tails)
-        if self._latest > step:  # some rows may belong to other requests by now
-            own = self._since[rows] <= step
-            rows, tails, copied, admitted = rows[own], tails[own], copied[own], admitted[own]
-        self._tails[rows], self._copied[rows] = tails, copied
-        self._seen[rows] = admitted  # last, because `copied` reads it on another thread
+        # Until this step, others may have had the rows of new requests.
+        while self._admitted and self._admitted[0][0] <= step:
+            _, row, self._tails[row] = self._admitted.popleft()
+            self._copied[row] = False
+        tails = self._shifted(self._tails[rows], accept_lens, tokens)
+        self._tails[rows], self._copied[rows] = tails, self._hits(rows, tails)
+        self._step = step  # last, because `copied` reads it on another thread
 
-    def copied(self, rows: Int32) -> npt.NDArray[np.bool_]:
+    def copied(self, rows: Int32) -> Flags:
         """bool [n]: whether the latest known tokens of each request copy its prompt."""
-        return self._copied[rows] & (self._seen[rows] == self._admitted[rows])
+        return self._copied[rows] & (self._since[rows] <= self._step)
 
     def _shifted(self, tails: npt.NDArray[np.int64], accept_lens: Int32, tokens: Int32) -> npt.NDArray[np.int64]:
         """The last `TAIL` tokens of each request, int64 [B, TAIL], after those of a step follow `tails`."""
@@ -105,9 +98,9 @@ class CopiedText:
         starts, positions = ends - accept_lens, ends[:, None] + _BACK
         before = positions + (self._tail_ends[: len(tails)] - starts)[:, None]
         source = np.where(positions < starts[:, None], before, positions + tails.size)
-        return np.concatenate((tails.ravel(), tokens)).take(source)
+        return np.concatenate((tails.ravel(), tokens), dtype=np.int64).take(source)
 
-    def _hits(self, rows: Int32, tails: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _hits(self, rows: Int32, tails: npt.NDArray[np.int64]) -> Flags:
         """bool [B]: whether the last n-grams of `tails` are all in the sets of `rows`."""
         hashes = (tails @ _TAIL_FACTORS).view(np.uint64) >> self._shifts[rows]
         places = hashes.view(np.int64) + self._bases[rows]

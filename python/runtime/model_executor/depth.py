@@ -153,7 +153,7 @@ class DepthControl:
         limits: by depth, the largest batch that it serves.
         controller: None if the batch size decides.
         rows: acceptance by request row, for the controller.
-        copied: which requests copy their prompt, for the controller.
+        copied: by attention group, which requests copy their prompt, for the controller.
         ended: by attention group, the requests that had already ended when a step was read.
     """
 
@@ -167,7 +167,8 @@ class DepthControl:
         """
         self.limits, self._sizes = dict(limits), sizes
         self.controller: DepthChooser | None = None
-        self.rows, self.copied = RowAcceptance(rows), CopiedText(rows * groups, max_prompt)
+        self.rows = RowAcceptance(rows)
+        self.copied = [CopiedText(rows, max_prompt) for _ in range(groups)]
         self.ended = [EndedRows() for _ in range(groups)]
         self._forced: int | None = None
         self._fixed: int | None = None
@@ -190,8 +191,8 @@ class DepthControl:
         for group, section in enumerate(batch.sections or [batch]):
             self._admit(section.new_rows, group, batch.step)
         if self.controller is not None:
-            for section, rows in zip(batch.sections or [batch], self._decode_rows(batch), strict=True):
-                section.copied = self.copied.copied(rows)
+            for section, text in zip(batch.sections or [batch], self.copied, strict=False):
+                section.copied = text.copied(section.rows[section.num_prompts :])
         if live := batch.max_decodes:  # all groups run passes of the size of the largest group
             self._choose_depth(batch, live)
             self._latest = batch.depth
@@ -236,7 +237,7 @@ class DepthControl:
         left = np.maximum(self._ends[rows] - kv_lens, 1)
         shared = self._shared_sizes(serving, live, batch.shared_tokens)
         spared = dict.fromkeys(shared, int(SHARED_GAIN * batch.shared_tokens * (live - 1)))
-        copied = np.concatenate([section.copied for section in sections])
+        copied = np.concatenate([section.copied for section in sections]) if batch.sections else batch.copied
         decodes = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left, spared, copied)
         depth, passes = self._sizes.ragged_depth, list[tuple[int, int]]()
         if depth in serving and not batch.num_prompts and not batch.sections:
@@ -285,8 +286,7 @@ class DepthControl:
             bool [B], the requests that had not ended before this step.
         """
         if self.controller is not None:
-            rows = batch.rows + group * self._per_group
-            self.copied.read(rows, batch.step, result.accept_lens, result.token_ids)
+            self.copied[group].read(batch.rows, batch.step, result.accept_lens, result.token_ids)
         return self.ended[group].read(batch.rows, result)
 
     def observer_of_groups(self, batch: ScheduleBatch) -> Callable[[Sequence[BatchResult]], None]:
@@ -317,7 +317,7 @@ class DepthControl:
             if not group:
                 self.rows.admit(row, step)
             if self.controller is not None:
-                self.copied.admit(row, step, init.tokens, init.prompt_len)
+                self.copied[group].admit(init.row, step, init.tokens, init.prompt_len)
         self._capped = bool(self._caps.min() < self.deepest)
 
     def fix(self, depth: int) -> None:

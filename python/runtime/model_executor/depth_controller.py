@@ -311,12 +311,13 @@ class DepthController(DepthChooser):
         """Add the windows to the averages of their class, shallow ones first."""
         depth, width, drafted = windows.depth, windows.depth + 2, windows.drafted
         self._windows += len(windows.accept_lens)
-        classes, shallowest = windows.classes, max(int(drafted.min()), 1)
-        counts = np.bincount((classes * width + drafted) * width + windows.accept_lens, minlength=CLASSES * width * width).tolist()
-        for number in np.flatnonzero(np.bincount(classes)).tolist():
-            for drafts in range(shallowest, depth + 1):
-                start = (number * width + drafts) * width
-                self._averages.add(number, counts[start : start + width], drafts)
+        kinds = (windows.classes * width + drafted) * width + windows.accept_lens
+        counts, size = np.bincount(kinds, minlength=CLASSES * width * width).tolist(), width * width
+        shallowest = max(int(drafted.min()), 1)
+        for number in range(CLASSES):
+            if any(own := counts[number * size : (number + 1) * size]):
+                for drafts in range(shallowest, depth + 1):
+                    self._averages.add(number, own[drafts * width : (drafts + 1) * width], drafts)
 
     def correct(self, independence: float) -> None:
         """Update the cost model by the measured `DistinctExperts.independence`."""

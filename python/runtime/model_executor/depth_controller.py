@@ -193,10 +193,10 @@ class DepthController(DepthChooser):
         """The option that is expected to commit the most tokens per second, or a probe of another depth."""
         n = len(rows.caps)
         mixed = passes and (self._ragged or rows.caps.min() < ragged_depth or self._steps % RAGGED_EVERY == 0)
-        copied, reused = int(np.count_nonzero(rows.copied)), self._kept is not None and not mixed and self._steps % KEEP_FOR > 0
-        if reused and self._kept_for == (n, sizes) and abs(copied - self._kept_copied) <= SAME_TEXT * n:
-            self._probes.accrue(self._kept, n)
-            return self._chose(self._kept)
+        copied, kept = int(np.count_nonzero(rows.copied)), None if mixed or self._steps % KEEP_FOR == 0 else self._kept
+        if kept is not None and self._kept_for == (n, sizes) and abs(copied - self._kept_copied) <= SAME_TEXT * n:
+            self._probes.accrue(kept, n)
+            return self._chose(kept)
         options = self._options(rows, sizes)
         best = best_option(options, self._current)
         if best.depth != self._current:

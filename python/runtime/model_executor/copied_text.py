@@ -20,7 +20,8 @@ NGRAM, HITS = 4, 2
 TAIL = NGRAM + HITS - 1
 """Tokens in these n-grams."""
 BITS_PER_TOKEN = 8
-"""Minimum size of a bit set. One n-gram that is not in the prompt is found with a probability of at most 1/8, `HITS` of them with 1/64."""
+"""Minimum size of a bit set. One n-gram that is not in the prompt is found with a probability of at most 1/8, `HITS` of them with 1/64
+if their tokens are unrelated to those of the prompt."""
 MAX_PROMPT = 1 << 17
 """Tokens of a prompt whose n-grams are kept, the last ones. They take 128 KiB per row, so 256 rows take 32 MiB."""
 MIN_BITS = 6

@@ -26,8 +26,9 @@ SHARED_FROM, SHARED_SAVES, SHARED_PADDING = 16, 160_000_000, 1.25
 because more kernels run in it; and if there is a graph of at most `SHARED_PADDING` times as many requests."""
 SHARED_LAUNCHES = 4
 """Additional kernels per layer: attention to the prefix, the sums of both parts' splits, and the merge."""
-MIN_REQUESTS = 32
-"""The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights."""
+MIN_REQUESTS = 64
+"""The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights, and rows cost less than
+the additional kernels."""
 
 
 def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature_width: int) -> RunnerSpec:

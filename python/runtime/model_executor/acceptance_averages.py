@@ -13,8 +13,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from runtime.batch import Flags
+
 Counts = tuple[float, float]
-Flags = npt.NDArray[np.bool_]
 COPIED, GREEDY, CLASSES = 1, 2, 4
 """The class of a request is a number: `GREEDY` for a greedy one, plus `COPIED` while it copies its prompt. There are `CLASSES`."""
 FIRST_RATE = 0.6
@@ -100,7 +101,7 @@ class AcceptanceAverages:
 class ClassAverages:
     """Acceptance averages by class of request: greedy or sampled, and new text or text copied from the prompt.
 
-    A class without windows uses the averages of the other text of greedy, or of sampled, requests.
+    While few windows of a class were counted, it leans on the averages of the other text of greedy, or of sampled, requests.
     """
 
     def __init__(self, max_depth: int, measured: Sequence[float] = ()) -> None:

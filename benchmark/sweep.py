@@ -64,7 +64,7 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
             for burst in bursts:
                 figures = bench(server, burst.flags)
                 row: Row = {**setup.labels, "concurrency": figures["concurrency"], **burst.labels}
-                row |= {**{name: figures[name] for name in KEPT}, "ready_seconds": server.ready_seconds}
+                row |= {name: figures[name] for name in KEPT} | {"ready_seconds": server.ready_seconds}
                 row |= {"server_flags": " ".join(setup.flags)} | worker_facts(row, server.facts())
                 if roof is not None:
                     row |= roof_share(row, roof, read_rate(record.data["machine"]))

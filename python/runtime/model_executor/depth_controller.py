@@ -58,11 +58,6 @@ class DecodeRows:
     spared: Mapping[int, int] = field(default_factory=dict[int, int])
     copied: Flags = field(default_factory=no_flags)
 
-    @property
-    def classes(self) -> npt.NDArray[np.intp]:
-        """[n], the class of each request."""
-        return class_numbers(self.greedy, self.copied)
-
     def context(self, depth: int) -> int:
         """The tokens of context that an iteration at `depth` is charged for."""
         return self.kv_tokens - self.spared.get(depth, 0)
@@ -83,11 +78,6 @@ class Windows:
     caps: npt.NDArray[np.integer]
     greedy: Flags
     copied: Flags = field(default_factory=no_flags, kw_only=True)
-
-    @property
-    def classes(self) -> npt.NDArray[np.intp]:
-        """[n], the class of each request."""
-        return class_numbers(self.greedy, self.copied)
 
     @property
     def drafted(self) -> npt.NDArray[np.integer]:
@@ -274,7 +264,7 @@ class DepthController(DepthChooser):
 
     def _gains(self, rows: DecodeRows) -> Floats:
         """Expected accepted tokens of each draft of each request, [n, most steps]; 0 beyond its limit."""
-        usual = np.array([self._averages.rates(number)[0] for number in range(CLASSES)])[rows.classes]
+        usual = np.array([self._averages.rates(number)[0] for number in range(CLASSES)])[class_numbers(rows.greedy, rows.copied)]
         gains = self.rows.gains(rows.rows, usual, self._max_depth, rows.copied)
         return gains if rows.caps.min() >= self._max_depth else np.where(np.arange(self._max_depth) < rows.caps[:, None], gains, 0.0)
 
@@ -311,7 +301,7 @@ class DepthController(DepthChooser):
         """Add the windows to the averages of their class, shallow ones first."""
         depth, width, drafted = windows.depth, windows.depth + 2, windows.drafted
         self._windows += len(windows.accept_lens)
-        kinds = (windows.classes * width + drafted) * width + windows.accept_lens
+        kinds = (class_numbers(windows.greedy, windows.copied) * width + drafted) * width + windows.accept_lens
         counts, size = np.bincount(kinds, minlength=CLASSES * width * width).tolist(), width * width
         shallowest = max(int(drafted.min()), 1)
         for number in range(CLASSES):
@@ -347,7 +337,8 @@ class DepthController(DepthChooser):
         """The expected number of requests that accept at least k drafts, for k = 1..K."""
         most = self._max_depth
         total, width = [0.0] * most, most + 1
-        caps = np.bincount(rows.classes * width + np.minimum(rows.caps, most), minlength=CLASSES * width).tolist()
+        kinds = class_numbers(rows.greedy, rows.copied) * width + np.minimum(rows.caps, most)
+        caps = np.bincount(kinds, minlength=CLASSES * width).tolist()
         for number in range(CLASSES):
             by_cap = caps[number * width : (number + 1) * width]
             drafted = list(accumulate(by_cap[:0:-1]))[::-1]  # requests with at least k drafts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from runtime.batch import Flags, Int32
+from runtime.batch import Flags, Int32, no_flags
 
 KEEP = 1 - 1 / 64
 """Decay of a row's counts per iteration, with or without drafts, so that a row without drafts is eventually drafted for again."""
@@ -16,6 +16,8 @@ PRIOR = 6.0
 """Weight, in drafts, of the average of all requests."""
 MOST = 0.98
 """Maximum expected acceptance of a draft."""
+ALL_NEW = no_flags()
+"""No request copies its prompt."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,14 +37,14 @@ class RowAcceptance:
         self._admitted[row] += 1
 
     def add(
-        self, rows: Int32, step: int, accept_lens: npt.NDArray[np.integer], drafts: npt.NDArray[np.integer], copied: Flags | None = None
+        self, rows: Int32, step: int, accept_lens: npt.NDArray[np.integer], drafts: npt.NDArray[np.integer], copied: Flags = ALL_NEW
     ) -> None:
         """Count the iteration of `step`.
 
         Args:
             rows, accept_lens: int [n].
             drafts: int [n], the number of verified drafts.
-            copied: as in `Windows`; None if all text is new.
+            copied: as in `Windows`.
         """
         admitted, own, entries = self._admitted[rows], self._since[rows] <= step, _entries(rows, copied)
         entries, admitted, accept_lens, drafts = entries[own], admitted[own], accept_lens[own], drafts[own]  # others have new requests
@@ -51,7 +53,7 @@ class RowAcceptance:
         self._tested[entries] = keep * self._tested[entries] + np.minimum(accept_lens, drafts)
         self._accepted[entries] = keep * self._accepted[entries] + (accept_lens - 1)
 
-    def gains(self, rows: Int32, usual: Floats, K: int, copied: Flags | None = None) -> Floats:
+    def gains(self, rows: Int32, usual: Floats, K: int, copied: Flags = ALL_NEW) -> Floats:
         """The expected gain of each draft of each request, [n, K], decreasing in each row.
 
         All drafts of a request are assumed to have the same conditional rate: in averages over many requests, differences by position
@@ -60,7 +62,7 @@ class RowAcceptance:
         Args:
             rows: int32 [n].
             usual: [n], average rates of requests of the same class.
-            copied: as in `DecodeRows`; None if all text is new.
+            copied: as in `DecodeRows`.
         """
         entries = _entries(rows, copied)
         known = self._seen[entries] == self._admitted[rows]
@@ -68,6 +70,6 @@ class RowAcceptance:
         return np.minimum(rate, MOST)[:, None] ** np.arange(1, K + 1)
 
 
-def _entries(rows: Int32, copied: Flags | None) -> Int32:
+def _entries(rows: Int32, copied: Flags) -> Int32:
     """Where the counts of these rows are."""
-    return 2 * rows if copied is None or not len(copied) else 2 * rows + copied
+    return 2 * rows + copied if len(copied) else 2 * rows

@@ -27,8 +27,8 @@ because more kernels run in it; and if there is a graph of at most `SHARED_PADDI
 SHARED_LAUNCHES = 4
 """Additional kernels per layer: attention to the prefix, the sums of both parts' splits, and the merge."""
 MIN_REQUESTS = 64
-"""The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights, and rows cost less than
-the additional kernels."""
+"""The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights, and the saved rows take
+less time than the additional kernels."""
 
 
 def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature_width: int) -> RunnerSpec:

@@ -180,11 +180,11 @@ class EagleWorker(ModelDrafter):
         tokens[last] = extend.next_tokens
         in_groups = self._target.runner.model.context.exchange is not None  # all groups run the same layers
         later = self.catch_up if extend.deferred and not in_groups else None
-        kv_only = later is not None or not (len(extend.ended) or in_groups)
+        drafting = in_groups or len(extend.ended) > 0  # a chunk in the middle of a prompt needs no first draft, now or later
         batch = replace(batch, input_ids=tokens, hidden_states=extend.states.features)
         plan_pass(self.runner.backend, batch)
-        hidden = self.model.forward(batch, last[:0] if kv_only else last)
-        if not len(extend.ended) and kv_only:
+        hidden = self.model.forward(batch, last if drafting and later is None else last[:0])
+        if not drafting:
             return
         # A greedy request may later be verified together with sampled ones, but not with the probabilities of the
         # row's previous owner.

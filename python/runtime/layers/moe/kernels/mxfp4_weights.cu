@@ -118,9 +118,10 @@ struct Widener {
         u32 largest[2];
         find_largest(largest, scales_of_warp);
         const int stages = stages_of(width), row = matrix_row(warp, lane), chunk = lane / 16;
-        const u32 codes = 2 * group * MATRIX_BYTES + row / STRIP * (STRIP * CODE_BYTES) + chunk * CORE_BYTES + row % STRIP * 16;
+        u32 codes = data + 2 * group * MATRIX_BYTES + row / STRIP * (STRIP * CODE_BYTES) + chunk * CORE_BYTES + row % STRIP * 16;
         u32 fragments[2][2][4], tops[2][2], scales[2];
-        int stage = __shfl_sync(~0u, ring.stage, 0), before = 0;  // known to be the same in all lanes: descriptors stay in uniform registers
+        asm volatile("" : "+r"(codes));  // the compiler would compute it again in each stage
+        const int first = ring.stage;
 #pragma unroll
         for (int high = 0; high < 2; high++) {
             scales[high] = scales_of_warp + fragment_row(lane, high) * SCALES;
@@ -128,18 +129,21 @@ struct Widener {
             for (int q = 0; q < 2; q++) tops[q][high] = __byte_perm(30 - (largest[high] >> 16 * q & 0xFF), 0, 0x1010);
         }
 #pragma unroll 1
-        for (int s = 0; s < stages; s++) {
+        for (int round = 0; round < first + stages; round += STAGES)
+#pragma unroll
+        for (int stage = 0; stage < STAGES; stage++) {  // a constant in each copy, so that descriptors are in uniform registers
+            const int s = round + stage - first, before = (stage + STAGES - 1) % STAGES;
+            if (s < 0 || s >= stages) continue;
             ring.wait_full();
             fence_async();  // wgmma reads what cp.async has written
-            const u32 here = data + stage * STAGE_BYTES;
-            const u64 x = descriptor(here + W_BYTES), constant = x & ~0xFFFFFFFFull;  // offsets never reach the upper half
+            const u64 x = descriptor(data + stage * STAGE_BYTES + W_BYTES), constant = x & ~0xFFFFFFFFull;  // offsets never reach the upper half
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 uint4 words[2];
                 u32 factors[2][2];
 #pragma unroll
                 for (int q = 0; q < 2; q++) {
-                    words[q] = matrices(here + codes + q * MATRIX_BYTES + half * (2 * CORE_BYTES));
+                    words[q] = matrices(codes + stage * STAGE_BYTES + q * MATRIX_BYTES + half * (2 * CORE_BYTES));
 #pragma unroll
                     for (int high = 0; high < 2; high++) {  // past the last column, codes are zeros, whose scale must be finite
                         const u32 two = SCALES % 4 == 0 || 4 * s + 2 * half < SCALES
@@ -168,12 +172,10 @@ struct Widener {
                     if (half == 0 && k == 0 && s > 0) release(ring.empty + before * 8, lane);  // all wgmma of the previous stage have completed
                 }
             }
-            before = stage;
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
             ring.next();
         }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        release(ring.empty + before * 8, lane);
+        release(ring.empty + (ring.stage + STAGES - 1) % STAGES * 8, lane);
 #pragma unroll
         for (int q = 0; q < 2; q++)
 #pragma unroll

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 from pathlib import Path
@@ -314,6 +315,30 @@ def test_templates_get_arguments_in_the_form_they_take(tmp_path: Path, template:
     assert text.startswith('{"type": "function", "function": {"name": "f"')
     ids = tokenizer.encode_chat(CALLED, tools=[TOOL])
     assert [tokenizer.token_text(i) for i in ids if i in tokenizer.special_ids] == ["<|im_start|>", "<|im_end|>"] * 4
+
+
+@pytest.mark.parametrize("place", ["files", "tokenizer_config"])
+def test_chats_with_tools_use_the_template_for_tools(tmp_path: Path, place: str) -> None:
+    write_small_tokenizer(tmp_path, CHATML if place == "files" else None)
+    for_tools = "{% for t in tools %}{{ t | tojson }}\n{% endfor %}" + OBJECTS  # as published ones, it fails without tools
+    if place == "files":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(for_tools)
+    else:
+        path = tmp_path / "tokenizer_config.json"
+        named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": for_tools}]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
+    tokenizer, hf = Tokenizer.load(tmp_path), reference(tmp_path)
+    arguments = {"a": "<|im_end|>é"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": arguments}}]}
+    system = {"role": "system", "content": "Be brief."}
+    for tools in (None, [TOOL]):
+        expected = hf.apply_chat_template([system, CALLED[0]], tools=tools, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.render_chat([system, CALLED[0]], tools=tools or ()) == expected
+    expected = hf.apply_chat_template([system, CALLED[0], call, *CALLED[2:]], tools=[TOOL], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.render_chat([system, *CALLED], tools=[TOOL]) == expected
+    assert tokenizer.describes_tools
+    assert tokenizer.tool_template == for_tools
 
 
 def test_arguments_with_half_of_a_surrogate_pair_are_rendered(tmp_path: Path) -> None:

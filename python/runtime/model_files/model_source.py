@@ -21,7 +21,10 @@ from runtime.model_files.synthetic_tokenizer import is_synthetic_tokenizer, writ
 logger = logging.getLogger(__name__)
 
 WeightsKind = Literal["safetensors", "dummy"]
-_TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"]
+_TOKENIZER_FILES = [
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
+]  # fmt: skip
 _CONFIG_FILES = ["config.json", "generation_config.json", "hf_quant_config.json"]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
 

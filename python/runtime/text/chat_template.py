@@ -13,7 +13,7 @@ from runtime.errors import RequestError
 from runtime.text.control_tokens import ControlTokens, unused_noncharacters
 from runtime.text.roles import RoleTraits, fit_roles, has_unusual_order
 from runtime.text.template_sandbox import compile_template, render_bounded
-from runtime.text.tool_prompt import HERMES_FORM, Message, TemplateTraits, fit_tools, uses_tools
+from runtime.text.tool_prompt import HERMES_FORM, PLAIN_TOOL, USER, Message, TemplateTraits, fit_tools, rendered, uses_tools
 
 MAX_KWARGS_CHARS = 16384
 
@@ -114,7 +114,13 @@ class ChatTemplate:
 
     def _run_plain(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
         """Render messages without guards or role changes."""
-        return self._run(messages, {**self._named_tokens, "tools": tools or None}, True)
+        return self._run(messages, {**self._named_tokens, "tools": tools or self._least_tools}, True)
+
+    @cached_property
+    def _least_tools(self) -> Sequence[Message] | None:
+        """None, or a tool if the template renders no chat without tools."""
+        without_tools = rendered(lambda chat, _: self._run(chat, {**self._named_tokens, "tools": None}, True), [USER])
+        return None if without_tools else [PLAIN_TOOL]
 
     def _run(self, chat: Sequence[Message], variables: Mapping[str, object], add_generation_prompt: bool) -> str:
         given = {"messages": chat, "documents": None, "add_generation_prompt": add_generation_prompt}

@@ -39,6 +39,7 @@ class Tokenizer:
         definition: the JSON text of tokenizer.json.
         named_tokens: `bos_token`, `eos_token` and so on, by their names in the tokenizer's files.
         chat_template: the Jinja text of the chat template; without one, chats can be encoded only with a template in the request.
+        tool_template: that for chats with tools; some models have another one for them.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
@@ -46,6 +47,7 @@ class Tokenizer:
         self._hf.no_truncation()
         self._hf.no_padding()
         self.definition, self.named_tokens, self.chat_template = files.definition, files.named_tokens, files.chat_template
+        self.tool_template = files.tool_template or files.chat_template
         self._bytes: dict[int, bytes] = {}  # bytes of decoded tokens, by id
         added = self._hf.get_added_tokens_decoder()
         special = {i: token for i, token in added.items() if token.special}
@@ -57,8 +59,8 @@ class Tokenizer:
         self.special_ids = frozenset(special)
         self.control_ids = frozenset(self._control)
         self.bos_id, self.eos_id = self._named_id("bos_token"), self._named_id("eos_token")
-        template = self.chat_template
-        self._template = None if template is None else ChatTemplate(template, self.named_tokens, self._control_tokens)
+        self._template = self._compiled(self.chat_template)
+        self._tool_template = self._template if self.tool_template == self.chat_template else self._compiled(self.tool_template)
 
     @classmethod
     def load(cls, folder: str | Path, *, chat_template: str | None = None) -> Tokenizer:
@@ -78,6 +80,9 @@ class Tokenizer:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ConfigError(f"{Path(folder) / 'tokenizer.json'} cannot be read: {str(error)[:200]}") from error
+
+    def _compiled(self, template: str | None) -> ChatTemplate | None:
+        return None if template is None else ChatTemplate(template, self.named_tokens, self._control_tokens)
 
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
@@ -164,7 +169,7 @@ class Tokenizer:
     @cached_property
     def describes_tools(self) -> bool:
         """Whether the chat template renders descriptions of tools."""
-        return self._template is not None and self._template.traits.describes_tools
+        return self._tool_template is not None and self._tool_template.traits.describes_tools
 
     @cached_property
     def short_chat(self) -> str:
@@ -197,11 +202,12 @@ class Tokenizer:
     def _render(self, messages: Sequence[Message], chat_template: str | None, options: dict[str, Any]) -> Rendered:
         if chat_template is not None:
             return render_isolated(chat_template, self.named_tokens, self._control_tokens, messages, options)
-        if self._template is None:
+        template = self._tool_template if options.get("tools") else self._template
+        if template is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"
             )
-        return self._template.render(messages, **options)
+        return template.render(messages, **options)
 
     def _encode_rendered(self, rendered: Rendered, bound: BoundedEncoding) -> list[int]:
         if rendered.mark not in rendered.text:

@@ -18,6 +18,8 @@ from runtime.small_file import read_small, unreadable
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FILE_AS_IT_IS = ("mistral", "mixtral", "ministral")
 """Model types for which transformers uses tokenizer.json unchanged, whatever `tokenizer_class` is."""
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+"""The names of the chat template, and of that for chats with tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,13 @@ class TokenizerFiles:
         definition: the JSON text of tokenizer.json, changed as transformers changes it.
         named_tokens: the texts of `bos_token`, `eos_token` and so on, for templates.
         chat_template: Jinja text, or None.
+        tool_template: Jinja text for chats with tools, or None if `chat_template` is for them too.
     """
 
     definition: str
     named_tokens: Mapping[str, str]
     chat_template: str | None = None
+    tool_template: str | None = None
 
     @classmethod
     def read(cls, folder: Path, chat_template: str | None = None) -> TokenizerFiles:
@@ -49,8 +53,8 @@ class TokenizerFiles:
         definition = _read(folder / "tokenizer.json")
         if _is_rebuilt_llama(folder, settings):
             definition = _rebuild_llama(folder / "tokenizer.json", definition, settings)
-        template = _own_template(folder, settings) if chat_template is None else _given_template(chat_template)
-        return cls(definition, _named_tokens(settings), template)
+        templates = _own_templates(folder, settings) if chat_template is None else {_DEFAULT: _given_template(chat_template)}
+        return cls(definition, _named_tokens(settings), templates.get(_DEFAULT), templates.get(_TOOL_USE))
 
 
 class _Unknown(msgspec.Struct):
@@ -151,15 +155,15 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return _read(file)
+def _own_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The folder's templates by name. Their own files win over tokenizer_config.json, as in transformers."""
+    files = {_DEFAULT: folder / "chat_template.jinja", _TOOL_USE: folder / "additional_chat_templates" / f"{_TOOL_USE}.jinja"}
+    if found := {name: _read(file) for name, file in files.items() if file.is_file()}:
+        return found
     template = _read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    entries = template if isinstance(template, list) else [{"name": _DEFAULT, "template": template}]
+    named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    return {name: text for name, text in named.items() if isinstance(text, str)}
 
 
 def _given_template(chat_template: str) -> str:

@@ -29,7 +29,8 @@ HERMES_FORM = f'<tool_call>\n{{"name": "{FUNCTION}", "arguments": {ARGUMENTS}}}\
 
 _NAME, _KEY, _VALUE, _TEXT = "probe_function", "probe_key", "probe_value", "probe_text"
 _SHORT_ID, _LONG_ID = "probe0000", "call_0123456789abcdef01234567"
-_USER = {"role": "user", "content": "x"}
+USER = {"role": "user", "content": "x"}
+PLAIN_TOOL = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object", "properties": {}}}}
 _TOOL = {
     "type": "function",
     "function": {
@@ -65,10 +66,10 @@ class TemplateTraits:
         arguments = arguments if objects else json.dumps(arguments)
         text = given if objects else rendered(render, called(arguments))
         return cls(
-            describes_tools=_NAME in rendered(render, [_USER], [_TOOL]),
+            describes_tools=_NAME in rendered(render, [USER], [_TOOL]),
             renders_calls=_VALUE in text and _TEXT in text,
             argument_objects=objects,
-            takes_system=_TEXT in rendered(render, [{"role": "system", "content": _TEXT}, _USER]),
+            takes_system=_TEXT in rendered(render, [{"role": "system", "content": _TEXT}, USER]),
             short_ids=_TEXT in text and _TEXT not in rendered(render, called(arguments, name=_LONG_ID)),
         )
 
@@ -77,7 +78,7 @@ def called(arguments: object, text: str = _TEXT, name: str = _SHORT_ID) -> list[
     """A conversation with a call that has these arguments and the id `name`, and `text` as its result."""
     call = {"id": name, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": name, "name": _NAME, "content": text}
-    return [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    return [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
 
 
 def rendered(render: Render, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:

@@ -149,7 +149,7 @@ def output_format(manager: TokenizerManager) -> OutputFormat:
     """The configured output format, or the model's own."""
     config, architecture, tokenizer = manager.config.model, manager.model_config.architecture, manager.tokenizer
     template = tokenizer.chat_template or ""
-    tools = pick_tool_format(config.tool_call_parser, architecture, template, tokenizer.describes_tools)
+    tools = pick_tool_format(config.tool_call_parser, architecture, tokenizer.tool_template or "", tokenizer.describes_tools)
     thinking = pick_think_format(config.reasoning_parser, architecture, template, tokenizer.short_chat)
     log.info("tool calls are read as %s, thinking as %s", tools, thinking or "part of the text")
     return OutputFormat(tokenizer, tools, thinking)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,30 @@ def test_sizes_and_special_ids_come_from_the_files(folder: Path, tokenizer: Toke
     assert tokenizer.vocab_size == len(reference(folder))
     assert tokenizer.special_ids == {0, 1, 2}
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+
+
+def test_tokens_of_the_configuration_win_as_in_transformers(tmp_path: Path) -> None:
+    path = write_small_tokenizer(tmp_path) / "tokenizer_config.json"
+    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    tokens = {
+        "2": {"content": "<|im_end|>", **plain, "rstrip": True},
+        "700": {"content": "<think>", **plain},
+        "702": {"content": "<tool>", **plain, "special": False},
+        "703": {"content": "<end>", **plain},
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": tokens}))
+    tokenizer, hf = Tokenizer.load(tmp_path), reference(tmp_path)
+    for text in [*TEXTS, "<|im_end|> \n x", "a<think>b</think> <tool> c<end>"]:
+        ids = hf(text)["input_ids"]
+        assert tokenizer.encode(text) == ids
+        for skip in (True, False):
+            shown = hf.decode(ids, skip_special_tokens=skip)
+            assert tokenizer.decode(ids, skip) == tokenizer.stream(skip).step(ids) == shown
+    assert set(tokenizer.special_tokens) == {*SPECIAL, "<think>", "<end>"}
+    assert tokenizer.special_ids.isdisjoint(tokenizer.encode_plain("<think><|im_end|><end>"))
+    path.write_text(json.dumps({"added_tokens_decoder": {"2": {"content": 3}}}))
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: added_tokens_decoder must hold tokens by id"):
+        Tokenizer.load(tmp_path)
 
 
 def test_tokenizer_eos_ids_reads_the_files_alone(tmp_path: Path, folder: Path) -> None:

@@ -46,7 +46,12 @@ class Tokenizer:
         self._hf = tokenizers.Tokenizer.from_str(files.definition)
         self._hf.no_truncation()
         self._hf.no_padding()
-        self.definition, self.named_tokens, self.chat_template = files.definition, files.named_tokens, files.chat_template
+        given = [tokenizers.AddedToken(**msgspec.structs.asdict(token)) for token in files.added_tokens]
+        known = set(map(repr, self._hf.get_added_tokens_decoder().values()))  # tokens are equal if their contents are
+        changed = [token for token in given if repr(token) not in known]
+        self._hf.add_tokens(changed)
+        self.definition = self._hf.to_str() if changed else files.definition
+        self.named_tokens, self.chat_template = files.named_tokens, files.chat_template
         self.tool_template = files.tool_template or files.chat_template
         self._bytes: dict[int, bytes] = {}  # bytes of decoded tokens, by id
         added = self._hf.get_added_tokens_decoder()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ class TokenizerFiles:
         named_tokens: the texts of `bos_token`, `eos_token` and so on, for templates.
         chat_template: Jinja text, or None.
         tool_template: Jinja text for chats with tools, or None if `chat_template` is for them too.
+        added_tokens: the tokens of tokenizer_config.json, by id; they win over those of `definition`, as in transformers.
     """
 
     definition: str
     named_tokens: Mapping[str, str]
     chat_template: str | None = None
     tool_template: str | None = None
+    added_tokens: Sequence[AddedToken] = ()
 
     @classmethod
     def read(cls, folder: Path, chat_template: str | None = None) -> TokenizerFiles:
@@ -54,7 +56,19 @@ class TokenizerFiles:
         if _is_rebuilt_llama(folder, settings):
             definition = _rebuild_llama(folder / "tokenizer.json", definition, settings)
         templates = _own_templates(folder, settings) if chat_template is None else {_DEFAULT: _given_template(chat_template)}
-        return cls(definition, _named_tokens(settings), templates.get(_DEFAULT), templates.get(_TOOL_USE))
+        added = _added_tokens(folder, settings)
+        return cls(definition, _named_tokens(settings), templates.get(_DEFAULT), templates.get(_TOOL_USE), added)
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that is matched in texts before they are split into words, with the fields of `tokenizers.AddedToken`."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+    special: bool = False
 
 
 class _Unknown(msgspec.Struct):
@@ -78,13 +92,13 @@ def without_tokens(definition: str, dropped: Container[int], **changes: Any) -> 
     return msgspec.json.encode(members | changes).decode()
 
 
-class _AddedToken(msgspec.Struct):
+class _TokenId(msgspec.Struct):
     id: int
     content: str
 
 
-class _AddedTokens(msgspec.Struct):
-    added_tokens: list[_AddedToken] = []
+class _TokenIds(msgspec.Struct):
+    added_tokens: list[_TokenId] = []
 
 
 def tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
@@ -96,7 +110,7 @@ def tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
     named = _named_tokens(_settings(folder)).get("eos_token")
     path = folder / "tokenizer.json"
     try:
-        added = msgspec.json.decode(_read(path), type=_AddedTokens).added_tokens
+        added = msgspec.json.decode(_read(path), type=_TokenIds).added_tokens
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return tuple(token.id for token in added if token.content == named)
@@ -153,6 +167,15 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             found[name] = content
     return found
+
+
+def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[AddedToken]:
+    name = "added_tokens_decoder"
+    try:
+        tokens = msgspec.convert(settings.get(name) or {}, dict[int, AddedToken], strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{folder / 'tokenizer_config.json'}: {name} must hold tokens by id: {error}") from error
+    return [tokens[i] for i in sorted(tokens)]
 
 
 def _own_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

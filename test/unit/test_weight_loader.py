@@ -9,15 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from runtime.batch import ForwardMode
 from runtime.errors import ConfigError
 from runtime.model_executor.context import make_context
 from runtime.model_executor.model_loader import load_model, named
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.model_files import tied_head
 from runtime.model_files.checkpoint_folder import INDEX, SourceFlags, check_shards, safetensors_files
+from runtime.models.checkpoint_shapes import check_shapes
 from runtime.models.draft_config import load_draft_config
 from runtime.models.file_tensor import FileTensor, read_packed
-from unit.test_models import Checkpoint, loaded
+from unit.test_models import Checkpoint, Runner, loaded
 from unit.test_quantization import assert_close_to
 from unit.tiny import tiny_model, tiny_runtime
 
@@ -69,6 +71,20 @@ def test_a_tied_checkpoint_may_hold_a_head_of_its_own(tmp_path: Path, monkeypatc
     assert torch.equal(reference.lm_head.weight, model.lm_head.weight)
     assert_close_to(reference, model)
     assert load_draft_config(tmp_path, "STANDALONE", model.config).model.tie_embeddings != own
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_saved_without_its_head_gives_the_same_states(tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = Checkpoint("qwen3", tmp_path, tie_word_embeddings=tied)
+    raw = (tmp_path / "config.json").read_text()
+    checkpoint.reference.model.save_pretrained(tmp_path)  # as Qwen3-Embedding: names without `model.`, the class with a head
+    (tmp_path / "config.json").write_text(raw)
+    model = loaded(tmp_path)
+    check_shapes(tmp_path, model.config)
+    hidden, _ = Runner(model, 16).hidden(checkpoint.ids, 0, ForwardMode.EXTEND)
+    torch.testing.assert_close(hidden, checkpoint.hidden[-1][0], rtol=1e-4, atol=1e-3)
+    assert model.config.tie_embeddings
+    assert ("no LM head" in caplog.text) != tied
 
 
 def test_a_tensor_is_read_by_slice(tmp_path: Path) -> None:

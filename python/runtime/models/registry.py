@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from runtime.config.quant_config import with_flag
 from runtime.errors import ConfigError
 from runtime.model_files.checkpoint_folder import tensor_places
-from runtime.model_files.tied_head import has_own_head
+from runtime.model_files.tied_head import HEAD, has_own_head
 from runtime.models import (
     deepseek,
     gemma4,
@@ -85,6 +85,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeForCausalLM": glm4_moe,
     "MiMoForCausalLM": mimo,
 }
+EMBEDDING = "embed_tokens.weight"
 MTP_CLASSES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Glm4MoeForCausalLM", "MiMoForCausalLM")
 """The classes whose `parse` may return a `ModelConfig.mtp`."""
 
@@ -99,14 +100,18 @@ def load_hf_config(folder: str | Path) -> ModelConfig:
 
 
 def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
-    """The architecture with the head that the weights in `folder` have, as in transformers: their own if it is not the embedding, whatever
-    `tie_word_embeddings` says. Without a layer for multi-token prediction if they lack it, as converted checkpoints do.
+    """The architecture as the weights in `folder` have it, like in transformers: with their names, and with their own head if it is not the
+    embedding, whatever `tie_word_embeddings` says. Without a layer for multi-token prediction if they lack it, as converted checkpoints do.
     """
-    names = [] if config.mtp is None else list(tensor_places(Path(folder)))
+    names = tensor_places(Path(folder)).keys()
     if names and config.mtp is not None and not any(name.startswith(config.mtp.prefix) for name in names):
         log.info("no layer for multi-token prediction, although config.json counts one: %s", folder)
         config = replace(config, mtp=None)
-    if not config.tie_embeddings or not has_own_head(Path(folder), config.weight_prefix + "embed_tokens.weight"):
+    if EMBEDDING in names and config.weight_prefix + EMBEDDING not in names:  # a model saved without its head, as embedding models are
+        if not config.tie_embeddings and HEAD not in names:
+            log.warning("no LM head in %s: its embeddings are those of the model, but text that it generates is not", folder)
+        config = replace(config, weight_prefix="", tie_embeddings=config.tie_embeddings or HEAD not in names)
+    if not config.tie_embeddings or not has_own_head(Path(folder), config.weight_prefix + EMBEDDING):
         return config
     log.info("the LM head is not the embedding, although config.json has tie_word_embeddings: %s", folder)
     return replace(config, tie_embeddings=False)

@@ -113,6 +113,15 @@ def test_the_original_context_beside_the_scaling_wins(tmp_path: Path) -> None:
         ({"rope_type": "longrope", "short_factor": 2.0, "long_factor": []}, "short_factor is 2.0; it must be a list of positive numbers"),
         ({"rope_type": "longrope", "short_factor": [0], "long_factor": []}, r"short_factor\[0\] is 0; it must be a positive number"),
         ({"rope_type": "dynamic"}, "the dynamic rope scaling lacks 'factor'"),
+        ({"rope_type": "yarn", "rope_theta": 1}, "rope_theta is 1.0; for yarn it must be larger than 1"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0], "original_max_position_embeddings": 1},
+            "original_max_position_embeddings is 1; for longrope it must be larger",
+        ),
+        (
+            {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4},
+            "high_freq_factor is 4.0; it must be larger than low_freq_factor, 4.0",
+        ),
     ],
 )
 def test_a_scaling_that_cannot_be_read_is_refused_by_name(tmp_path: Path, rope: dict[str, Any], message: str) -> None:

@@ -66,9 +66,13 @@ def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeF
     # As in transformers, the top-level field wins over the one in the object.
     original = fields.optional_positive("original_max_position_embeddings") or chosen.positive("original_max_position_embeddings", context)
     if kind == "llama3":
-        bounds = chosen.number("low_freq_factor", 1.0), chosen.number("high_freq_factor", 1.0)
+        bounds = low, high = chosen.number("low_freq_factor", 1.0), chosen.number("high_freq_factor", 1.0)
+        if high <= low:
+            raise fields.error(f"high_freq_factor is {high}; it must be larger than low_freq_factor, {low}")
         return RopeFields(theta, RopeScaling("llama3", chosen.number("factor", 1.0), *bounds, original), partial, context)
     if kind == "yarn":
+        if theta <= 1.0:
+            raise fields.error(f"rope_theta is {theta}; for yarn it must be larger than 1")
         scaling = _yarn(chosen, original, context)
         # Model cards tell users to add this scaling, and change nothing else, to extend the context.
         return RopeFields(theta, scaling, partial, max(context, int(original * scaling.factor)))
@@ -109,6 +113,8 @@ def _yarn(chosen: ConfigFields, original: int, context: int) -> RopeScaling:
 
 def _longrope(chosen: ConfigFields, original: int, context: int) -> RopeScaling:
     factor = chosen.number("factor", context / original)
+    if original == 1:
+        raise chosen.error("original_max_position_embeddings is 1; for longrope it must be larger")
     magnitude = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
     return RopeScaling(
         "longrope",

@@ -338,6 +338,15 @@ def test_logits_match_transformers(checkpoint: Checkpoint, served: DecoderModel,
     assert torch.equal(logits.argmax(-1), checkpoint.logits.argmax(-1))
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe", "mixtral", "minimax-m2", "deepseek-experts", "glm4-moe", "gpt-oss"])
+def test_tensors_named_as_in_memory_load(tmp_path: Path, family: str) -> None:
+    checkpoint = Checkpoint(family, tmp_path)
+    checkpoint.reference.save_pretrained(tmp_path, save_original_format=False)
+    logits = Runner(loaded(tmp_path), 16).in_pieces(checkpoint.ids, PIECES["prefill"])
+    scale = float(checkpoint.logits.abs().max())
+    torch.testing.assert_close(logits, checkpoint.logits, rtol=1e-4, atol=1e-4 * max(1.0, scale))
+
+
 def test_the_greedy_pass_stores_the_tokens_and_logits_that_it_is_given_room_for(served: DecoderModel) -> None:
     model, hidden = served, torch.randn(5, 64)
     tokens, scores = torch.empty(5, dtype=torch.int64), torch.empty(5, model.config.vocab_size)

@@ -31,5 +31,6 @@ def block(parts: ModelParts, prefix: str, layer: int) -> Block:
     from runtime.models.sparse import SparseNames
 
     base = prefix + "block_sparse_moe."
+    parts.weights.rename(".mlp.", ".block_sparse_moe.")  # as in models of transformers 5, whose `save_pretrained` renames them
     experts = ExpertNames(base + "experts.", gate="w1", up="w3", down="w2")
     return parts.usual_block(prefix, layer, SparseNames(experts, base + "gate", base + "e_score_correction_bias"))

@@ -47,6 +47,7 @@ class WeightTable:
         self._slots: dict[str, list[WeightSlot]] = {}
         self._optional: dict[str, list[WeightSlot]] = {}
         self._fused: dict[str, FusedTensor] = {}
+        self._renamed: dict[str, str] = {}
         self._tensors: list[torch.Tensor] = []
 
     def expected(self) -> dict[str, tuple[int, ...]]:
@@ -95,6 +96,10 @@ class WeightTable:
     def also(self, name: str, fused: FusedTensor) -> None:
         """Accept tensor `name` in place of the tensors that it fuses."""
         self._fused[name] = fused
+
+    def rename(self, part: str, to: str) -> None:
+        """Take tensors with `part` in their names for those with `to` there."""
+        self._renamed[part] = to
 
     def linear(
         self,
@@ -209,6 +214,8 @@ class WeightTable:
 
     def _slot_name(self, name: str) -> str:
         """The model's name of a tensor of the checkpoint."""
+        for part, to in self._renamed.items():
+            name = name.replace(part, to)
         if self._quant is None or not self._quant.other_scale_name or not name.endswith("." + self._quant.other_scale_name):
             return name
         return name.removesuffix(self._quant.other_scale_name) + self._quant.scale_name

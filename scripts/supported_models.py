@@ -53,7 +53,7 @@ DRAFT_CLASSES: dict[str, str | Sequence[str]] = {
     "eagle3": "the next table",
     "checkpoint": MTP_CLASSES,
     "dflash": [DFLASH_CLASS, "DFlashSpeculator"],
-    "model": "any model of the first table with the target's vocabulary",
+    "model": "any model of the first table with the target's vocabulary, of which it may lack up to 1,024 ids at the end (padding)",
     "none": "every target",
 }
 """By `AlgorithmCaps.draft`."""

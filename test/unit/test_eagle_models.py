@@ -554,6 +554,7 @@ WHOLE = draft_json("LlamaForCausalLM", num_hidden_layers=2)
         (draft_json("DeepseekV3ForCausalLM"), "EAGLE", "STANDALONE, or leave out --speculative-draft-model-path to draft"),
         (draft_json("DeepseekV3ForCausalLMNextN"), "EAGLE", "is not supported; leave out --speculative-draft-model-path to draft with"),
         (draft_json("LlamaForCausalLM", vocab_size=100), "STANDALONE", "vocabulary of 100 and its target of 96"),
+        (EAGLE | {"vocab_size": 90}, "EAGLE", "vocabulary of 90 and its target of 96"),
         (EAGLE | {"architectures": {"class": "LlamaForCausalLM"}}, "EAGLE", "architectures is .*; it must name exactly one model class"),
         (EAGLE | {"architectures": [["LlamaForCausalLM"]]}, "EAGLE", "architectures is .*; it must name exactly one model class"),
         (
@@ -583,6 +584,7 @@ def test_a_draft_of_another_algorithm_is_refused_with_the_one_to_ask_for(
         (EAGLE3, "EAGLE3"),
         (draft_json("LlamaForCausalLM"), "STANDALONE"),  # a model of one layer looks the same
         (WHOLE | {"hidden_size": 32}, "STANDALONE"),
+        (WHOLE | {"vocab_size": 90}, "STANDALONE"),  # with less padding than the target
         (draft_json("Qwen3ForCausalLM", num_hidden_layers=2), "STANDALONE"),
     ],
 )

@@ -101,6 +101,35 @@ def test_padded_and_poisoned_buffers_change_nothing(
         assert np.mean(decoded) > 1.3, "drafts that are never right would hide what is wrong with them"
 
 
+def without_padding(tmp_path: Path, padding: int, **options: Any) -> Any:
+    """A worker whose draft is the target itself but for the last `padding` ids."""
+    worker = speculating(tmp_path, "STANDALONE", head={"vocab_size": VOCAB - padding}, **options)
+    draft, target = worker.parts.drafter.model.model, worker.parts.target.runner.model
+    draft.embed.copy_(target.embed[:-padding])
+    draft.lm_head.weight.copy_(target.lm_head.weight[:-padding])
+    for mine, its in zip(draft.layers, target.layers, strict=True):
+        for part, layer in (("attention", "qkv_proj"), ("attention", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj")):
+            getattr(getattr(mine, part), layer).weight.copy_(getattr(getattr(its, part), layer).weight)
+    return worker
+
+
+def test_a_draft_without_the_last_ids_leaves_the_text_as_it_is(tmp_path: Path) -> None:
+    prompts = {**PROMPTS, 6: [VOCAB - 1] * 4, 7: [3, VOCAB - 2, 5]}  # with ids that the draft lacks
+    text = Driver(plain()).generate(prompts, 24)
+    driver = Driver(without_padding(tmp_path, 9))
+    assert driver.generate(prompts, 24) == text
+    assert driver.mean_accept_len() > 2.5
+    assert any(token >= VOCAB - 9 for tokens in text.values() for token in tokens), "some of the text should be what the draft lacks"
+
+
+def test_sampled_drafts_without_the_last_ids_match_their_twins_on_padded_buffers(tmp_path: Path, exact_products: None) -> None:
+    def storm(replay: str | None) -> Storm:
+        worker = without_padding(tmp_path, 9, replay=replay, sizes=SIZES if replay else None, runtime={"page_size": 16})
+        return Storm(worker, 7, MIXED, poison=replay is not None).run(4)
+
+    same_life(storm(None), storm("eager"))
+
+
 def near(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-4)
 

@@ -32,6 +32,8 @@ DRAFT_FAMILIES: dict[str, Family] = {
 """The family in whose format a head's config.json is written, by class name."""
 LAYER_FAMILIES: dict[str, Family] = {"llama": llama, "qwen3": qwen3}
 """The family of a head's nested decoder layer, by its `model_type`."""
+PADDING = 1024
+"""The most ids of the target that a whole model may lack: sizes of one family differ in padding (Qwen 2.5 has 128 more from 7B on)."""
 DFLASH_CLASS = "DFlashDraftModel"
 MTP_HINT = "leave out --speculative-draft-model-path to draft with the target's layer for multi-token prediction"
 """For users of SGLang, which also takes the path of such a layer, or of the target."""
@@ -144,7 +146,7 @@ def _dflash(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> 
 
 def _model(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
     model = of_checkpoint(parse_hf_config(file.raw, file.where), file.folder)
-    return DraftConfig(_fitted(model, algorithm, target))
+    return DraftConfig(_fitted(model, algorithm, target, PADDING))
 
 
 READERS: dict[str, Callable[[_DraftFile, SpecAlgorithm, ModelConfig], DraftConfig]] = {
@@ -170,9 +172,13 @@ def _parse_head(file: _DraftFile, algorithm: SpecAlgorithm) -> ModelConfig:
     return dataclasses.replace(model, window=sliding_windows(fields.with_defaults(mistral.DEFAULTS)) or model.window)
 
 
-def _fitted(draft: ModelConfig, algorithm: SpecAlgorithm, target: ModelConfig) -> ModelConfig:
-    """The draft with the target's context length. Raises `ConfigError` for another vocabulary."""
-    if draft.vocab_size != target.vocab_size:
+def _fitted(draft: ModelConfig, algorithm: SpecAlgorithm, target: ModelConfig, padding: int = 0) -> ModelConfig:
+    """The draft with the target's context length. It may lack up to `padding` ids of the target's vocabulary.
+
+    Raises:
+        ConfigError: it has another vocabulary.
+    """
+    if not 0 <= target.vocab_size - draft.vocab_size <= padding:
         raise ConfigError(
             f"the draft has a vocabulary of {draft.vocab_size} and its target of {target.vocab_size}; "
             f"--speculative-algorithm {algorithm} needs one vocabulary for both"

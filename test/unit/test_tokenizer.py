@@ -57,6 +57,17 @@ def test_sizes_and_special_ids_come_from_the_files(folder: Path, tokenizer: Toke
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
 
 
+@pytest.mark.parametrize("newer", [True, False])
+def test_named_tokens_come_from_the_file_that_transformers_reads(tmp_path: Path, newer: bool) -> None:
+    path = write_small_tokenizer(tmp_path) / "tokenizer_config.json"
+    config: dict[str, object] = {"eos_token": "<|endoftext|>", "bos_token": None, "unk_token": "<|endoftext|>"}
+    path.write_text(json.dumps(config | ({"added_tokens_decoder": {}} if newer else {})))
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>"}')
+    tokenizer, hf = Tokenizer.load(tmp_path), reference(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (hf.bos_token_id, hf.eos_token_id) == ((None, 0) if newer else (1, 2))
+    assert tokenizer_eos_ids(tmp_path) == (hf.eos_token_id,)
+
+
 def test_tokens_of_the_configuration_win_as_in_transformers(tmp_path: Path) -> None:
     path = write_small_tokenizer(tmp_path) / "tokenizer_config.json"
     plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}

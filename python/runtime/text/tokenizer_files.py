@@ -18,6 +18,7 @@ from runtime.small_file import read_small, unreadable
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FILE_AS_IT_IS = ("mistral", "mixtral", "ministral")
 """Model types for which transformers uses tokenizer.json unchanged, whatever `tokenizer_class` is."""
+_ADDED_TOKENS = "added_tokens_decoder"
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 """The names of the chat template, and of that for chats with tools."""
 
@@ -117,7 +118,8 @@ def tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    return {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    named, config = _read_json(folder / "special_tokens_map.json"), _read_json(folder / "tokenizer_config.json")
+    return {**named, **config} if _ADDED_TOKENS in config else {**config, **named}  # as transformers reads newer and older folders
 
 
 def _is_rebuilt_llama(folder: Path, settings: Mapping[str, Any]) -> bool:
@@ -170,11 +172,10 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[AddedToken]:
-    name = "added_tokens_decoder"
     try:
-        tokens = msgspec.convert(settings.get(name) or {}, dict[int, AddedToken], strict=False)
+        tokens = msgspec.convert(settings.get(_ADDED_TOKENS) or {}, dict[int, AddedToken], strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{folder / 'tokenizer_config.json'}: {name} must hold tokens by id: {error}") from error
+        raise ConfigError(f"{folder / 'tokenizer_config.json'}: {_ADDED_TOKENS} must hold tokens by id: {error}") from error
     return [tokens[i] for i in sorted(tokens)]
 
 

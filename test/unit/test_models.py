@@ -576,6 +576,7 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
         ({"hidden_act": "gelu"}, "only 'silu' is supported"),
+        ({"is_causal": False}, "is_causal is false; only causal attention is supported"),
         ({"rope_parameters": {"rope_type": "mrope", "factor": 2.0}}, "rope scaling 'mrope' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

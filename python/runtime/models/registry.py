@@ -125,6 +125,8 @@ def parse_hf_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
 
 def parse_family(family: Family, fields: ConfigFields) -> ModelConfig:
     """The architecture of a model or a draft head of `family`, and how its weights are stored."""
+    if fields.given("is_causal") and not fields.flag("is_causal"):  # as in models for embeddings whose tokens see the later ones too
+        raise fields.error("is_causal is false; only causal attention is supported")
     return replace(family.parse(fields.with_defaults(family.DEFAULTS)), quant=read_quantization(fields))
 
 

@@ -90,7 +90,8 @@ def page() -> str:
         "## Architectures\n\nThe class name in config.json selects the family. A field that config.json leaves out has the default of "
         "transformers. Checkpoints are safetensors files with Hugging Face's tensor names: `model.safetensors` alone if there is one, else "
         "the files that the index names, or all. An LM head in them that is not the embedding is used even if `tie_word_embeddings` is "
-        "true. The names may lack the prefix `model.`, as in checkpoints of embedding models (Qwen3-Embedding), which have no LM head. "
+        "true. The names of a dense model may lack the prefix `model.`, as in checkpoints of embedding models (Qwen3-Embedding), which "
+        "have no LM head. "
         f"{listed([*gguf_config.CLASSES.values(), gguf_config.WINDOW_CLASS])} may also be GGUF files.\n",
         table(("class", "family", "MTP draft"), architectures()),
         "## Quantisation\n\nWeights in bfloat16, float16 and float32 load with any `--dtype`. A checkpoint's "

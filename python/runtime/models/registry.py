@@ -103,7 +103,8 @@ def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
     """The architecture as the weights in `folder` have it, like in transformers: with their names, and with their own head if it is not the
     embedding, whatever `tie_word_embeddings` says. Without a layer for multi-token prediction if they lack it, as converted checkpoints do.
     """
-    names = tensor_places(Path(folder)).keys()
+    wanted = config.mtp is not None or config.moe is None  # reading the names of all experts may take a second
+    names = tensor_places(Path(folder)).keys() if wanted else set[str]()
     if names and config.mtp is not None and not any(name.startswith(config.mtp.prefix) for name in names):
         log.info("no layer for multi-token prediction, although config.json counts one: %s", folder)
         config = replace(config, mtp=None)

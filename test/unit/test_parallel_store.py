@@ -9,7 +9,9 @@ import torch
 
 from runtime.errors import ConfigError
 from runtime.layers.quantization.dense import DENSE
+from runtime.layers.quantization.scheme import WeightSlot
 from runtime.layers.torch_ops import TorchOps
+from runtime.models import weights
 from runtime.models.context import ModelContext
 from runtime.models.parallel_store import store_in_threads
 from runtime.models.weights import WeightTable
@@ -54,6 +56,16 @@ def test_weights_may_be_loaded_inside_inference_mode() -> None:
         layer = table.linear({"a": 4, "b": 2}, 3)
         table.load({"a.weight": torch.ones(4, 3), "b.weight": torch.zeros(2, 3)}.items())
     assert layer.weight.sum() == 12
+
+
+@pytest.mark.parametrize("limit", [0, weights.SMALL_MODEL])
+def test_small_models_are_stored_by_the_calling_thread(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(weights, "SMALL_MODEL", limit)
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, torch.device("cpu"), DENSE, Rank(0, 1)))
+    threads = list[threading.Thread]()
+    table.add("a", WeightSlot((2,), (slice(0, 2),), lambda rows: threads.append(threading.current_thread())))
+    table.load({"a": torch.ones(2)}.items())
+    assert [thread is threading.current_thread() for thread in threads] == [limit > 0]
 
 
 @pytest.mark.parametrize("one_core_each", [False, True])

@@ -20,10 +20,14 @@ def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None
     error, once the calls under way have ended.
 
     Args:
-        threads: by default one per core of this process, at most 16.
+        threads: by default one per core of this process, at most 16. One is the calling thread.
         one_core_each: whether torch operations run in the calling thread only, instead of starting one thread per core.
     """
     threads = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS)
+    if threads == 1:
+        for store in stores:
+            store()
+        return
     inference = torch.is_inference_mode_enabled()  # thread-local, so each thread must set it
 
     def run(store: Callable[[], object]) -> None:

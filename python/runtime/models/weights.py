@@ -20,6 +20,8 @@ UNUSED_SCALES = (".input_scale", ".output_scale", "activation_scale", ".k_scale"
 """Suffixes of activation and KV scales in quantised checkpoints. They are not read here: activations stay in 16 bits."""
 SHOWN = 8
 """How many names an error lists; it only counts the others."""
+SMALL_MODEL = 16 << 20
+"""Bytes of parameters below which starting threads takes longer than they save."""
 
 
 NamedTensors = Iterable[tuple[str, Sliceable]]
@@ -182,7 +184,8 @@ class WeightTable:
                     unexpected.append(name)
 
         # For a GPU the host only copies parts. On a CPU the last threads, with large tensors, may use the cores of those that have ended.
-        store_in_threads(Staging(self.device).stores(parts()), one_core_each=self.device.type == "cuda")
+        threads = 1 if self.num_bytes < SMALL_MODEL else None
+        store_in_threads(Staging(self.device).stores(parts()), threads, one_core_each=self.device.type == "cuda")
         problems = [f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
         if problems:
             raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import mmap
+import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,7 +58,10 @@ def _parameter(arg: Any) -> Any:
 
 @contextmanager
 def emulated(folder: Path, modules: list[Any], multiprocessors: int) -> Iterator[None]:
-    """Let the kernels of `modules` run on the CPU, as if the device had this many multiprocessors. `folder`: for compiled programs."""
+    """Let the kernels of `modules` run on the CPU, as if the device had this many multiprocessors.
+
+    Compiled programs lie in `folder`. They are those of later calls too, because their names are hashes of all that they consist of.
+    """
     device = SimpleNamespace(multi_processor_count=multiprocessors)
 
     def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared_bytes: int) -> EmulatedKernel:
@@ -82,16 +88,34 @@ def compiled(source: str, name: str, folder: Path) -> Any:
     others = sorted(set(re.findall(r"emulation::(\w+)\(", program)) - known)
     failures = "\n".join(f'template <class... T> void {other}(T&&...) {{ fail("{other} is not emulated"); }}' for other in others)
     text = f'#include "{HEADER.name}"\nnamespace emulation {{\n{failures}\n}}\n{program}\n{_launcher(source, name)}'
-    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+    base = _base(folder)
+    library = base / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     if not library.exists():
-        header, runtime, file = folder / HEADER.name, folder / "runtime.so", library.with_suffix(".cpp")
-        if not runtime.exists():
-            shutil.copy(HEADER, header)
-            _compile(header, f"{header}.gch", "-O1")  # parsed once for all programs
-            _compile(RUNTIME, runtime, "-O2", "-shared")
-        file.write_text(text, encoding="utf-8")
-        _compile(file, library, "-O1", "-shared", runtime)
+        with tempfile.TemporaryDirectory(dir=base) as own:  # other processes may compile the same program
+            file = Path(own) / "program.cpp"
+            file.write_text(text, encoding="utf-8")
+            _compile(file, built := file.with_suffix(".so"), "-O0", "-shared", f"-I{base}", base / "runtime.so")
+            built.rename(library)
     return ctypes.CDLL(str(library)).emulated_launch
+
+
+@functools.cache
+def _base(folder: Path) -> Path:
+    """The part of `folder` for programs of this compiler and these emulation files: the header, parsed, and the runtime."""
+    assert COMPILER is not None
+    version = subprocess.run([COMPILER, "--version"], check=True, capture_output=True).stdout
+    files = [path.read_bytes() for path in (HEADER, RUNTIME, Path(__file__))]
+    base = folder / hashlib.sha256(b"".join([version, platform.machine().encode(), bytes(folder), *files])).hexdigest()[:24]
+    if not base.exists():
+        own = Path(tempfile.mkdtemp(dir=folder))
+        shutil.copy(HEADER, header := own / HEADER.name)
+        _compile(header, f"{header}.gch", "-O0")  # parsed once for all programs
+        _compile(RUNTIME, own / "runtime.so", "-O2", "-shared")
+        try:
+            own.rename(base)
+        except OSError:  # another process was faster
+            shutil.rmtree(own)
+    return base
 
 
 def _compile(file: Path, out: Path | str, *flags: str | Path) -> None:

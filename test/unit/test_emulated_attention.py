@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,8 @@ EPS = 1e-6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with emulated(tmp_path_factory.mktemp("kernels"), [cluster_decode], 4):
+def on_cpu(programs: Path) -> Iterator[None]:
+    with emulated(programs, [cluster_decode], 4):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,10 +28,10 @@ ROUNDING = 1e-2
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def on_cpu(programs: Path) -> Iterator[None]:
     with (
         pytest.MonkeyPatch.context() as patch,
-        emulated(tmp_path_factory.mktemp("kernels"), [down_sums, fragment_rows, pair_sums, route_few], SMS),
+        emulated(programs, [down_sums, fragment_rows, pair_sums, route_few], SMS),
     ):
         patch.setattr(moe_layers, "DEVICE", torch.device("cpu"))
         patch.setattr(moe_layers, "DTYPE", BF16)

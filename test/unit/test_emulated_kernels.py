@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ SMS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with emulated(tmp_path_factory.mktemp("kernels"), [absorb_queries, fragment_gemm, fully_resident_gemm, resident_gemm], SMS):
+def on_cpu(programs: Path) -> Iterator[None]:
+    with emulated(programs, [absorb_queries, fragment_gemm, fully_resident_gemm, resident_gemm], SMS):
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -41,8 +41,10 @@ class CallArguments:
 Delta = Content | Reasoning | CallStart | CallArguments
 
 
-def joined(deltas: Iterable[Delta]) -> list[Delta]:
+def joined(deltas: Sequence[Delta]) -> list[Delta]:
     """Merge adjacent deltas of the same kind, and drop empty ones."""
+    if not deltas or (len(deltas) == 1 and (isinstance(deltas[0], CallStart) or deltas[0].text)):  # most tokens
+        return list(deltas)
     whole: list[Delta] = []
     for _, group in groupby(deltas, key=_kind):
         first, *rest = group

@@ -233,10 +233,8 @@ class Reader:
     def _first(self, tags: Sequence[str]) -> tuple[int, str]:
         """Offset and text of the first tag from the position on; the end of the buffer and "" if there is none."""
         found = [(place, tag) for tag in tags if (place := self.text.find(tag, self.pos)) >= 0]
-        return min(found, default=(len(self.text), ""))
+        return min(found) if found else (len(self.text), "")
 
     def _held(self, tags: Sequence[str]) -> int:
         """Number of characters at the end of the buffer that may begin a tag."""
-        longest = max(map(len, tags), default=0)
-        ending = self.text[max(self.pos, len(self.text) - longest) :]
-        return max((overlap(ending, tag) for tag in tags), default=0)
+        return max([overlap(self.text, tag, self.pos) for tag in tags], default=0)

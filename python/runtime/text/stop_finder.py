@@ -33,9 +33,9 @@ class StopFinder:
         return held
 
 
-def overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for size in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+def overlap(text: str, stop: str, start: int = 0) -> int:
+    """Length of the longest suffix of `text[start:]` that is a proper prefix of `stop`."""
+    at = text.find(stop[:1], max(start, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[:1], at + 1)
+    return len(text) - at if at >= 0 else 0

@@ -260,15 +260,15 @@ def test_prompt_lookup_searches_only_the_request_of_the_row(tmp_path: Path) -> N
 
 
 def check_draft_from_scratch(tmp_path: Path, worker: Any, driver: Driver, algorithm: str, spec: dict[str, Any], page: int) -> None:
-    """Everything that the draft has of each request, against one prefill of all its text on a fresh worker."""
+    """Everything that the draft has of each request, against one prefill of all its text on a worker that drafted nothing."""
     driver.catch_up()
+    fresh = speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec)
     for row, text in driver.prompts.items():
         if row not in driver.kv:
             continue
         kv_len = driver.kv[row]
         known = (text + driver.out[row])[: kv_len + 1]
         assert len(known) == kv_len + 1, "the committed length is the text without its last token"
-        fresh = speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec)
         reference = Driver(fresh, seed=5)
         # the last token is given, not sampled: the reference must see what was really generated
         reference.prefill({9: known}, chunk=kv_len, room=16)

@@ -65,7 +65,9 @@ class Server:
         self._program = list(program)
         self.port = free_port()
         new_connections = httpx.Limits(max_keepalive_connections=0)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60.0, limits=new_connections, trust_env=False)
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", timeout=60.0, limits=new_connections, trust_env=False, verify=False
+        )
         self.ready_seconds = 0.0
         self._timeout = timeout
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server runs

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,9 @@ from warm_start import warm_start
 
 FIRST = ("test_storm.py", "test_stable_rows.py")
 """Files that take long with few tests: started late, one of them would run alone at the end."""
+
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)  # without certificates: httpx reads all of them for each client, 20 ms of a core
 
 
 @pytest.hookimpl(wrapper=True)

@@ -118,7 +118,7 @@ async def storm(url: str, count: int, at_once: int, tokens: int, seed: int) -> d
     """Fire `count` mixed requests; how each kind ended."""
     draw, room = random.Random(seed), asyncio.Semaphore(at_once)
     limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False, verify=False) as client:
 
         async def one() -> str:
             async with room:
@@ -144,7 +144,7 @@ def test_after_1000_random_aborts_memory_is_back_at_the_baseline(slow_server: fa
     async def leave() -> None:
         draw, room = random.Random(1), asyncio.Semaphore(48)
         limits = httpx.Limits(max_connections=48, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits, trust_env=False, verify=False) as client:
 
             async def one() -> str:
                 async with room:
@@ -173,7 +173,7 @@ def test_memory_is_freed_when_clients_leave(server: fake.Server) -> None:
     quiet(server.url)
 
     async def check() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False, verify=False) as client:
             for _ in range(10):
                 assert await streamed(client, 400, 3) == "left"
                 quiet(server.url)
@@ -199,7 +199,7 @@ def test_an_answer_tells_how_its_own_decode_steps_ran(server: fake.Server) -> No
 
 def test_bad_requests_do_no_harm_to_a_stream_beside_them(server: fake.Server) -> None:
     async def check() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, verify=False) as client:
             stream = asyncio.create_task(streamed(client, 300, None))
             for which in BAD * 3:
                 await bad_request(client, which)
@@ -224,7 +224,7 @@ def test_idle_connections_and_sleepy_readers_do_not_keep_others_waiting(server: 
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
 
     async def check() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False, verify=False) as client:
             assert [await streamed(client, 50, None) for _ in range(5)] == ["streamed"] * 5
 
     asyncio.run(check())
@@ -235,7 +235,7 @@ def test_idle_connections_and_sleepy_readers_do_not_keep_others_waiting(server: 
 
 def test_health_answers_while_streams_run(server: fake.Server) -> None:
     async def check() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, verify=False) as client:
             work = [asyncio.create_task(streamed(client, 400, None)) for _ in range(8)]
             assert (await client.get("/health")).status_code == 200
             assert not all(task.done() for task in work), "health did not wait for the streams"
@@ -246,7 +246,7 @@ def test_health_answers_while_streams_run(server: fake.Server) -> None:
 
 def test_large_texts_are_refused_while_health_answers(server: fake.Server) -> None:
     async def check() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, verify=False) as client:
             for size in (64 << 10, 1 << 20):
                 for text in ("word " * (size // 5), "x" * size, "<|im_start|>" * (size // 12), "é" * (size // 2), " " * size):
                     answer = asyncio.create_task(client.post("/v1/completions", json={"prompt": text}))

@@ -116,11 +116,16 @@ class Traffic:
     wrong: list[str] = field(default_factory=list)
     samples: Counter[str] = field(default_factory=Counter)
     threads: list[threading.Thread] = field(default_factory=list)
+    depths: int = 0
 
-    def run(self, seconds: float, rng: random.Random) -> None:
-        """Send bursts of random size. The next one waits until few requests are left, so that groups become idle."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def run(self, seconds: float, rng: random.Random, least: float) -> None:
+        """Send bursts of random size. The next one waits until few requests are left, so that groups become idle.
+
+        After `least` seconds, end as soon as drafts had two depths.
+        """
+        start = time.monotonic()
+        end = start + seconds
+        while time.monotonic() < (end if self.depths < 2 else start + least):
             for _ in range(rng.choice((1, 2, 3, 6, 32))):
                 index, count = rng.randrange(len(self.texts.prompts)), rng.randint(1, LONGEST)
                 target = self.leave if rng.random() < 0.1 else self.ask
@@ -160,6 +165,7 @@ class Traffic:
     def sample(self) -> None:
         """Note which groups are busy now."""
         state = httpx.get(f"{self.server.url}/get_server_info", timeout=PATIENCE, verify=False).json()["internal_states"][0]
+        self.depths = len(state["spec_depth_steps_total"])
         running = [group["num_running_reqs"] for group in state["groups"]]
         busy = sum(count > 0 for count in running)
         self.samples["all busy" if busy == len(running) else "some idle" if busy else "all idle"] += 1
@@ -170,8 +176,10 @@ class Traffic:
         return {"prompt": self.texts.prompts[index], **wanted}
 
 
-def storm(seconds: float, groups: int = 4, seed: int = 0, device: str = "cpu", steps: str = "auto") -> dict[str, Any]:
-    """Serve and ask for so many seconds, then kill a process of the server."""
+def storm(
+    seconds: float, groups: int = 4, seed: int = 0, device: str = "cpu", steps: str = "auto", least: float | None = None
+) -> dict[str, Any]:
+    """Serve and ask for so many seconds, then kill a process of the server. `least`: seconds after which two depths suffice."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as temp:
         model = checkpoint(Path(temp) / "tiny")
@@ -180,7 +188,7 @@ def storm(seconds: float, groups: int = 4, seed: int = 0, device: str = "cpu", s
         flags += [*FLAGS, f"--device={device}", f"--speculative-num-steps={steps}"]
         with serving(model, *flags, behaviour="well", program=rank_faults.__file__) as server:
             traffic = Traffic(server, texts)
-            traffic.run(seconds, rng)
+            traffic.run(seconds, rng, seconds if least is None else least)
             wrong = traffic.wrong + list(filter(None, [leaked(server)]))
             state, metrics = server.state(), server.get("/metrics").text
             if httpx.post(f"{server.url}/flush_cache", timeout=PATIENCE).status_code != 200 or server.get("/health").status_code != 200:

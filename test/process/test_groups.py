@@ -9,7 +9,7 @@ from process import group_storm
 
 @pytest.mark.parametrize("steps", ["3", "auto"])
 def test_a_storm_over_attention_groups_gives_the_text_of_one(steps: str) -> None:
-    outcome = group_storm.storm(seconds=2.0 if steps == "3" else 8.0, groups=2, seed=4, steps=steps)  # slow machines change depth later
+    outcome = group_storm.storm(seconds=2.0 if steps == "3" else 30.0, groups=2, seed=4, steps=steps, least=2.0)  # until the depth changes
     assert outcome["wrong"] == []
     assert outcome["answered"] > 4
     if steps == "auto":

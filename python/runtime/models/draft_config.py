@@ -33,7 +33,8 @@ DRAFT_FAMILIES: dict[str, Family] = {
 LAYER_FAMILIES: dict[str, Family] = {"llama": llama, "qwen3": qwen3}
 """The family of a head's nested decoder layer, by its `model_type`."""
 PADDING = 1024
-"""The most ids of the target that a whole model may lack: sizes of one family differ in padding (Qwen 2.5 has 128 more from 7B on)."""
+"""The most ids of the target that a whole model may lack, and at most an eighth: sizes of one family differ in padding (Qwen 2.5 has 128
+more from 7B on)."""
 DFLASH_CLASS = "DFlashDraftModel"
 MTP_HINT = "leave out --speculative-draft-model-path to draft with the target's layer for multi-token prediction"
 """For users of SGLang, which also takes the path of such a layer, or of the target."""
@@ -146,7 +147,7 @@ def _dflash(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> 
 
 def _model(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
     model = of_checkpoint(parse_hf_config(file.raw, file.where), file.folder)
-    return DraftConfig(_fitted(model, algorithm, target, PADDING))
+    return DraftConfig(_fitted(model, algorithm, target, min(PADDING, target.vocab_size // 8)))
 
 
 READERS: dict[str, Callable[[_DraftFile, SpecAlgorithm, ModelConfig], DraftConfig]] = {

@@ -20,7 +20,6 @@ from runtime.errors import ConfigError
 from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING
 from runtime.model_files.fingerprint import fingerprint
 from runtime.model_files.model_source import DRAFT_FLAGS, ModelSource, resolve_model, resolve_weights
-from runtime.models.checkpoint_shapes import check_shapes
 from runtime.models.config import ModelConfig
 from runtime.models.draft_config import draft_block_size, read_draft
 from runtime.models.hf_config import recommended_sampling
@@ -103,14 +102,12 @@ def _check_draft_heads(config: RuntimeConfig, speculative: SpeculativeConfig, dr
 
 
 def check_weights(config: RuntimeConfig, target: ModelConfig) -> None:
-    """Refuse weights of the target or of a standalone draft that do not fit their config.json. A start finds this while it loads them."""
-    if config.model.load_format == "safetensors":
-        check_shapes(config.model.model_path, target)
+    """Refuse weights that do not fit their config.json. Imports torch; a start finds this while it loads them."""
     speculative = config.speculative
-    if speculative is None or speculative.algorithm != "STANDALONE" or speculative.draft_load_format != "safetensors":
-        return
-    assert speculative.draft_model_path is not None, "checked with the flags"
-    check_shapes(speculative.draft_model_path, read_draft(speculative, target).model)
+    if "safetensors" in (config.model.load_format, None if speculative is None else speculative.draft_load_format):
+        from runtime.speculative import weight_check
+
+        weight_check.check_weights(config, target)
 
 
 def check_token_map(config: RuntimeConfig, target: ModelConfig) -> None:

@@ -75,17 +75,6 @@ def tensor_places(folder: Path) -> dict[str, tuple[Path, Entry]]:
         return {}
 
 
-def indexed_tensors(folder: Path) -> list[str]:
-    """The names of the tensors in the index; none if the weights are not those of an index.
-
-    Raises:
-        ConfigError: the index is malformed.
-    """
-    index, single = folder / INDEX, folder / SINGLE
-    shards = _weight_map(index) if index.is_file() else {}
-    return list(shards) if SINGLE in shards.values() or not single.is_file() else []
-
-
 def _weight_map(index: Path) -> dict[str, Any]:
     """The name of each tensor's file, by the name of the tensor."""
     shards = read_object(index).get("weight_map")

@@ -170,7 +170,7 @@ class DraftHead:
         """
         if to_target is not None:
             self.to_target, self.vocab_size = to_target.to(self.embed.device), len(to_target)
-            self.to_draft = invert(self.to_target, self.config.vocab_size, name)
+            self.to_draft = invert(to_target, self.config.vocab_size, name).to(self.embed.device)
 
     def load_map(self, optional: OptionalTensors) -> None:
         """Read `d2t` int64 [Vd], which holds what is added to a draft id to get the target's; its inverse `t2d` is not read."""
@@ -257,9 +257,9 @@ class OptionalTensors:
 
 def shared_if_equal(own: torch.Tensor | None, shared: torch.Tensor) -> torch.Tensor:
     """The head's own matrix, converted to the dtype and device of the target's; the target's if there is none or they
-    are equal.
+    are equal, or cannot be compared because they are on the meta device.
     """
-    if own is None:
+    if own is None or shared.is_meta:
         return shared
     own = own.to(shared.device, shared.dtype)
     # Heads are trained with the target's embedding frozen and often ship a copy of it, up to a gigabyte.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -161,7 +162,7 @@ class WeightTable:
         return layer
 
     def load(self, weights: NamedTensors, skip: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> None:
-        """Fill every parameter.
+        """Fill every parameter; on the meta device, read and store nothing.
 
         Args:
             weights: (name, tensor) in any order; only this rank's part of each tensor is read.
@@ -183,9 +184,12 @@ class WeightTable:
                 elif not name.endswith(skip) and not name.startswith(unused):
                     unexpected.append(name)
 
-        # For a GPU the host only copies parts. On a CPU the last threads, with large tensors, may use the cores of those that have ended.
-        threads = 1 if self.num_bytes < SMALL_MODEL else None
-        store_in_threads(Staging(self.device).stores(parts()), threads, one_core_each=self.device.type == "cuda")
+        if self.device.type == "meta":  # stores nothing: a comparison of names, shapes and dtypes
+            deque(parts(), maxlen=0)
+        else:
+            # For a GPU the host only copies parts. On a CPU the last threads, with large tensors, may use the cores of the others.
+            threads = 1 if self.num_bytes < SMALL_MODEL else None
+            store_in_threads(Staging(self.device).stores(parts()), threads, one_core_each=self.device.type == "cuda")
         problems = [f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
         if problems:
             raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}")

@@ -1,0 +1,67 @@
+"""Compares checkpoints with their config.json before a start: builds models on torch's meta device, which allocates nothing, and loads them
+from the headers of their files.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import torch
+
+from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
+from runtime.layers.torch_ops import TorchOps
+from runtime.model_executor.model_loader import Loadable, named
+from runtime.model_executor.weight_loader import safetensors_weights
+from runtime.models.config import ModelConfig
+from runtime.models.decoder import DecoderModel
+from runtime.models.dflash import DFlashDraftModel
+from runtime.models.draft_config import read_draft
+from runtime.models.eagle import LlamaForCausalLMEagle
+from runtime.models.eagle3 import LlamaForCausalLMEagle3
+from runtime.models.mtp import MtpDraft
+from runtime.models.registry import build_model
+from runtime.models.token_map import load_token_map
+
+META = torch.device("meta")
+
+
+def check_weights(config: RuntimeConfig, target_config: ModelConfig) -> None:
+    """Refuse weights of the target or its draft that do not fit their config.json. Reads no numbers, except those of a draft's `d2t`.
+
+    Raises:
+        ConfigError: as `load` of the models, for tensors that are missing, unexpected or of a wrong shape or dtype.
+    """
+    served, speculative = config.model, config.speculative
+    dtype: torch.dtype = getattr(torch, config.device.dtype)
+    target = build_model(target_config, TorchOps(), dtype, META, fuse_shared=served.fuse_shared_experts)
+    _check(target, served.model_path, served.load_format)
+    if speculative is None or speculative.algorithm == "NGRAM":
+        return
+    draft, path = draft_of(speculative, target), speculative.draft_model_path
+    if path is None:  # the draft is a layer of the target's checkpoint
+        _check(draft, served.model_path, served.load_format)
+    else:
+        _check(draft, path, speculative.draft_load_format)
+
+
+def draft_of(speculative: SpeculativeConfig, target: DecoderModel) -> Loadable:
+    """The draft of a target on the meta device."""
+    token_map = None if speculative.token_map is None else load_token_map(speculative.token_map)
+    if speculative.algorithm == "MTP":
+        return MtpDraft(target, token_map)
+    config = read_draft(speculative, target.config)
+    match speculative.algorithm:
+        case "EAGLE":
+            return LlamaForCausalLMEagle(config, target, token_map)
+        case "EAGLE3":
+            return LlamaForCausalLMEagle3(config, target)
+        case "DFLASH":
+            return DFlashDraftModel(config, target)
+        case _:
+            return build_model(config.model, target.context.ops, target.dtype, META)
+
+
+def _check(model: Loadable, folder: str, load_format: str) -> None:
+    if load_format == "safetensors":
+        with named(folder), closing(safetensors_weights(folder, progress=False)) as weights:
+            model.load(weights)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from runtime.config.flag_parser import parse
@@ -23,8 +24,7 @@ from runtime.models.file_tensor import FileTensor
 from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model, load_hf_config, parse_hf_config
 from runtime.models.sharing import check_expert_width
-from runtime.speculative import weight_check
-from runtime.speculative.weight_check import META
+from runtime.speculative.weight_check import DRAFTS, META
 from unit.predicting import draft_folder
 from unit.small_tokenizer import write_small_tokenizer
 from unit.test_models import FAMILIES, Checkpoint
@@ -84,6 +84,14 @@ def test_tensors_that_do_not_fit_config_json_are_named(
     assert str(tmp_path) in str(raised.value)
 
 
+def test_algorithms_without_known_weights_pass(tmp_path: Path) -> None:
+    Checkpoint("llama", tmp_path)
+    config, model = resolved(tmp_path, "--speculative-algorithm", "NGRAM")
+    check_weights(config, model)
+    assert config.speculative is not None
+    check_weights(structs.replace(config, speculative=structs.replace(config.speculative, algorithm="ADDED")), model)
+
+
 def saved(folder: Path, tensors: dict[str, tuple[int, ...]]) -> Tensors:
     made = dict(dummy_weights(tensors, torch.float32, torch.device("cpu")))
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
@@ -102,7 +110,7 @@ def test_a_check_reads_target_and_draft(tmp_path: Path, algorithm: str) -> None:
     check_weights(config, model)
     assert config.speculative is not None
     whole = build_model(model, TorchOps(), torch.float32, META)
-    tensors = saved(draft, weight_check.draft_of(config.speculative, whole).expected_weights())
+    tensors = saved(draft, DRAFTS[algorithm](config.speculative, whole, None).expected_weights())
     tensors["embed_tokens.weight" if algorithm != "STANDALONE" else "model.embed_tokens.weight"] = torch.zeros(800, 64)
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
     check_weights(*resolved(target, *flags))

@@ -4,6 +4,7 @@ from the headers of their files.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import closing
 
 import torch
@@ -23,6 +24,15 @@ from runtime.models.registry import build_model
 from runtime.models.token_map import load_token_map
 
 META = torch.device("meta")
+Make = Callable[[SpeculativeConfig, DecoderModel, torch.Tensor | None], Loadable]
+DRAFTS: Mapping[str, Make] = {
+    "EAGLE": lambda spec, target, tokens: LlamaForCausalLMEagle(read_draft(spec, target.config), target, tokens),
+    "EAGLE3": lambda spec, target, _: LlamaForCausalLMEagle3(read_draft(spec, target.config), target),
+    "DFLASH": lambda spec, target, _: DFlashDraftModel(read_draft(spec, target.config), target),
+    "MTP": lambda _, target, tokens: MtpDraft(target, tokens),
+    "STANDALONE": lambda spec, target, _: build_model(read_draft(spec, target.config).model, target.context.ops, target.dtype, META),
+}
+"""Makes the draft of a target, with the ids of a token map. Other algorithms have no weights, or weights that are not known here."""
 
 
 def check_weights(config: RuntimeConfig, target_config: ModelConfig) -> None:
@@ -35,30 +45,14 @@ def check_weights(config: RuntimeConfig, target_config: ModelConfig) -> None:
     dtype: torch.dtype = getattr(torch, config.device.dtype)
     target = build_model(target_config, TorchOps(), dtype, META, fuse_shared=served.fuse_shared_experts)
     _check(target, served.model_path, served.load_format)
-    if speculative is None or speculative.algorithm == "NGRAM":
+    if speculative is None or speculative.algorithm not in DRAFTS:
         return
-    draft, path = draft_of(speculative, target), speculative.draft_model_path
+    token_map = None if speculative.token_map is None else load_token_map(speculative.token_map)
+    draft, path = DRAFTS[speculative.algorithm](speculative, target, token_map), speculative.draft_model_path
     if path is None:  # the draft is a layer of the target's checkpoint
         _check(draft, served.model_path, served.load_format)
     else:
         _check(draft, path, speculative.draft_load_format)
-
-
-def draft_of(speculative: SpeculativeConfig, target: DecoderModel) -> Loadable:
-    """The draft of a target on the meta device."""
-    token_map = None if speculative.token_map is None else load_token_map(speculative.token_map)
-    if speculative.algorithm == "MTP":
-        return MtpDraft(target, token_map)
-    config = read_draft(speculative, target.config)
-    match speculative.algorithm:
-        case "EAGLE":
-            return LlamaForCausalLMEagle(config, target, token_map)
-        case "EAGLE3":
-            return LlamaForCausalLMEagle3(config, target)
-        case "DFLASH":
-            return DFlashDraftModel(config, target)
-        case _:
-            return build_model(config.model, target.context.ops, target.dtype, META)
 
 
 def _check(model: Loadable, folder: str, load_format: str) -> None:

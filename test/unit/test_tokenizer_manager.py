@@ -398,9 +398,15 @@ def test_abort_by_name_asks_the_scheduler_and_its_last_update_arrives() -> None:
         assert desk.aborted == []
         desk.manager.abort("mine")
         assert sorted(desk.aborted) == sorted(request.rid for request in desk.requests)
-        for request in desk.requests:
+        await desk.manager.generate([1], SamplingParams(), rid="mine")  # the name is free before the last updates
+        *aborted, successor = desk.requests
+        for request in aborted:
             desk.reply(request.rid, finish=Finish(reason="abort"))
         assert [update.finish.reason for update in await collect(generation) if update.finish] == ["abort", "abort"]
+        desk.manager.abort("mine")
+        assert desk.aborted[2:] == [successor.rid]
+        await desk.manager.generate([1], SamplingParams(), rid="mine")
+        desk.manager.abort(all=True)
         await desk.manager.generate([1], SamplingParams(), rid="mine")
 
     run(body)

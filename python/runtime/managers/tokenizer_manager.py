@@ -202,12 +202,17 @@ class TokenizerManager:
         )
 
     def abort(self, rid: str = "", *, all: bool = False) -> None:
-        """Abort one request, those of one call, or all, with finish reason "abort"; unknown names are ignored."""
+        """Abort one request, those of one call, or all, with finish reason "abort"; unknown names are ignored.
+
+        The names are free at once, although the last updates are still to come.
+        """
         if all:
             self._send(AbortReq(all=True))
+            self._named.clear()
             return
-        for generation in self._named.values():
+        for generation in list(self._named.values()):
             if rid and rid in (generation.rid, generation.call):
+                del self._named[generation.rid]
                 for choice_rid in generation.choice_rids:
                     self._send(AbortReq(rid=choice_rid))
 
@@ -399,8 +404,8 @@ class TokenizerManager:
         generation = choice.generation
         generation.choice_rids.discard(choice_rid)
         self._capacity.add(generation.client, -1, 0 if generation.choice_rids else -len(generation.prompt_ids))
-        if not generation.choice_rids:
-            self._named.pop(generation.rid, None)
+        if not generation.choice_rids and self._named.get(generation.rid) is generation:  # after an abort, another may have the name
+            del self._named[generation.rid]
         if not self._open:
             self._idle.set()
         self.charge(generation.client, choice.progress.completion_tokens)

@@ -268,8 +268,10 @@ def test_unknown_paths_and_methods_get_errors_in_openais_form() -> None:
                 answer = await f.client.request(method, path)
                 assert answer.status_code == status
                 assert path in error_of(answer)["message"]
-            refused = await f.client.options("/flush_cache")
-            assert (refused.status_code, refused.headers["allow"]) == (405, "GET, POST")
+            for path, allowed, advice in (("/flush_cache", "GET, POST", "Use GET or POST."), ("/openapi.json", "GET, HEAD", "Use GET.")):
+                refused = await f.client.options(path)
+                assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
+                assert error_of(refused)["message"].endswith(advice)
 
     run(check())
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from runtime.entrypoints.http.access_log import AccessLog
 from runtime.entrypoints.http.auth import KeyGate
@@ -124,7 +123,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 def _allowed(request: Request) -> list[str]:
     """The methods of all routes of this path."""
-    routes = [route for route in request.app.routes if isinstance(route, APIRoute) and route.matches(request.scope)[0] is not Match.NONE]
+    routes = [route for route in request.app.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in routes for method in route.methods or ()})
 
 

@@ -223,7 +223,10 @@ class ResponseBody(SamplingFields):
     ALSO_REFUSED: ClassVar[Mapping[str, str]] = {
         "background": "this server answers while the client waits, or streams",
         "conversation": "send previous_response_id or the whole conversation",
+        "max_completion_tokens": "send max_output_tokens",
+        "max_tokens": "send max_output_tokens",
         "prompt": "this server stores no prompts",
+        "response_format": "send text.format",
     }
 
     input: str | Annotated[list[InputItem], items(1, MAX_MESSAGES)]

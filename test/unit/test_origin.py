@@ -99,7 +99,7 @@ def test_a_slash_too_many_redirects_to_no_host() -> None:
 def test_probes_may_use_head() -> None:
     async def check() -> None:
         async with front() as f:
-            for path in ("/health", "/ready", "/v1/models"):
+            for path in ("/health", "/ready", "/v1/models", "/metrics"):
                 answer = await f.client.head(path)
                 assert (answer.status_code, answer.content) == (200, b"")
 

@@ -66,6 +66,7 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
     load = LoadApi(manager, admin.fresh_stats)
     app.add_api_route("/", chat_page, methods=["GET", "HEAD"], response_class=HTMLResponse, include_in_schema=False)
     app.add_api_route("/metrics", admin.scrape, response_class=PlainTextResponse, responses=_errors(404))
+    app.add_api_route("/metrics", admin.scrape, methods=["HEAD"], response_class=PlainTextResponse, include_in_schema=False)
     for path, handler, answer, statuses in (
         ("/health", admin.health, native.Status, (503,)),
         ("/ready", admin.ready, native.Status, (503,)),

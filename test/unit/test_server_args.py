@@ -568,12 +568,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
             ["--speculative-token-map thunlp/", "on this machine", "torch.save", "list or a tensor", "Download"],
         ),
         ({**EAGLE, "speculative_algorithm": "EAGLE3", "speculative_token_map": "x"}, HOPPER, ["--speculative-token-map", "EAGLE3"]),
-        ({**EAGLE, "speculative_algorithm": "DFLASH", "speculative_token_map": "x"}, HOPPER, ["--speculative-token-map", "the target's"]),
-        (
-            {**EAGLE, "speculative_algorithm": "STANDALONE", "speculative_token_map": "x"},
-            HOPPER,
-            ["--speculative-token-map", "its own weights"],
-        ),
+        ({"speculative_algorithm": "NGRAM", "speculative_token_map": "x"}, HOPPER, ["EAGLE, MTP, DFLASH, STANDALONE only; NGRAM copies"]),
         ({**EAGLE, "speculative_accept_threshold_single": 0.0}, HOPPER, ["--speculative-accept-threshold-single"]),
         ({**EAGLE, "speculative_disable_by_batch_size": 0}, HOPPER, ["size 0 leaves no step", "--speculative-algorithm none"]),
         ({**EAGLE, "speculative_disable_by_batch_size": -1}, HOPPER, ["--speculative-disable-by-batch-size", "between 1 and"]),

@@ -47,16 +47,47 @@ def test_synthetic_acceptance_never_reaches_a_tree_unheeded(tmp_path: Path) -> N
         speculating(tmp_path, topk=2, num_draft_tokens=5, synthetic_accept=(0.9, 0.5, 0.2))
 
 
-def test_with_a_token_map_the_draft_guesses_those_tokens_only(tmp_path: Path) -> None:
-    hot = torch.arange(1, VOCAB, 3)
+@pytest.mark.parametrize(
+    ("algorithm", "head"), [("EAGLE", {}), ("DFLASH", {}), ("STANDALONE", {}), ("STANDALONE", {"vocab_size": VOCAB - 9})]
+)
+def test_with_a_token_map_the_draft_guesses_those_tokens_only(tmp_path: Path, algorithm: str, head: dict[str, Any]) -> None:
+    hot = torch.arange(1, VOCAB - 9, 3)
     torch.save(hot, tmp_path / "hot.pt")
-    worker = speculating(tmp_path, token_map=str(tmp_path / "hot.pt"))
+    worker = speculating(tmp_path, algorithm, head=head, token_map=str(tmp_path / "hot.pt"))
+    draft = worker.parts.drafter.model
+    assert (draft.vocab_size, draft.to_target.tolist()) == (len(hot), hot.tolist())
     guesses: list[int] = []
     watch_drafts(worker, lambda draft: guesses.extend(draft.tokens[:, 1:].flatten().tolist()))
-    out = Driver(worker).generate(PROMPTS, 20)
+    prompts = {**PROMPTS, 6: [VOCAB - 1] * 4}
+    out = Driver(worker).generate(prompts, 20)
     assert set(guesses) <= set(hot.tolist())
     assert len(set(guesses)) > 3
-    assert out == Driver(plain()).generate(PROMPTS, 20)
+    assert out == Driver(plain()).generate(prompts, 20)
+
+
+def test_a_standalone_draft_with_a_token_map_drafts_what_the_target_writes(tmp_path: Path) -> None:
+    """The draft is the target itself, with the tokens of its text."""
+    text = Driver(plain()).generate(PROMPTS, 20)
+    hot = torch.tensor(sorted({token for tokens in text.values() for token in tokens}))
+    torch.save(hot, tmp_path / "hot.pt")
+    worker = speculating(tmp_path, "STANDALONE", token_map=str(tmp_path / "hot.pt"))
+    draft, target = worker.parts.drafter.model.model, worker.parts.target.runner.model
+    draft.embed.copy_(target.embed)
+    draft.lm_head.weight.copy_(target.lm_head.weight[hot])
+    for mine, its in zip(draft.layers, target.layers, strict=True):
+        for part, layer in (("attention", "qkv_proj"), ("attention", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj")):
+            getattr(getattr(mine, part), layer).weight.copy_(getattr(getattr(its, part), layer).weight)
+    driver = Driver(worker)
+    assert driver.generate(PROMPTS, 20) == text
+    assert driver.mean_accept_len() > 3
+
+
+def test_token_maps_that_a_draft_cannot_use_are_refused(tmp_path: Path) -> None:
+    torch.save(torch.arange(VOCAB), tmp_path / "all.pt")
+    with pytest.raises(ConfigError, match=rf"--speculative-token-map names token ids outside 0\.\.{VOCAB - 10}"):
+        speculating(tmp_path, "STANDALONE", head={"vocab_size": VOCAB - 9}, token_map=str(tmp_path / "all.pt"))
+    with pytest.raises(ConfigError, match=r"--speculative-token-map: this draft has its own vocabulary, of 32 tokens\. Leave it out"):
+        speculating(tmp_path, "DFLASH", head={"draft_vocab_size": 32}, token_map=str(tmp_path / "all.pt"))
 
 
 @pytest.mark.parametrize(

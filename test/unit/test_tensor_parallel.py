@@ -123,6 +123,19 @@ def test_iteration_graphs_of_two_ranks_generate_the_text_of_one(tmp_path: Path, 
         assert not worker.parts.target.agreement.differs.item()
 
 
+@pytest.mark.parametrize("name", ["standalone", "dflash"])
+def test_two_ranks_share_a_head_with_a_token_map(tmp_path: Path, name: str) -> None:
+    torch.save(torch.arange(1, model_config().vocab_size, 2), tmp_path / "map.pt")
+    algorithm, spec = DRAFTS[name] or ("", {})
+    draft = algorithm, {**spec, "token_map": str(tmp_path / "map.pt")}
+    expected, driver = texts(builder(tmp_path, draft)(), MIXED)
+    assert expected[1] == texts(builder(tmp_path, None)(), MIXED)[0][1]  # the greedy row
+    with ranks(2, builder(tmp_path, draft, sizes=[1, 2, 4])) as worker:
+        found, sharded = texts(worker, MIXED)
+        assert found == expected
+        assert sharded.mean_accept_len() == driver.mean_accept_len()
+
+
 def counted(rows: list[int]) -> Callable[..., torch.Tensor]:
     """`TorchOps.greedy_by_copy`, which adds the number of rows of each call to `rows`."""
 

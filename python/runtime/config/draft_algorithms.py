@@ -75,14 +75,12 @@ ALGORITHM_CAPS: dict[SpecAlgorithm, AlgorithmCaps] = {
     "DFLASH": AlgorithmCaps(
         drafter="runtime.speculative.dflash_drafter:DFlashDrafter.make",
         draft="dflash",
-        no_token_map="a DFLASH draft scores all tokens of its LM head, which usually is the target's",
     ),
     "STANDALONE": AlgorithmCaps(
         drafter="runtime.speculative.eagle_drafters:standalone",
         draft="model",
         own_unused_flags=("disable_draft_head_candidates",),
-        unused_why="A standalone draft model scores all tokens with its own weights. Leave it out.",
-        no_token_map="a standalone draft model scores all tokens with its own weights",
+        unused_why="A standalone draft model scores tokens with its own weights. Leave it out.",
     ),
     "NGRAM": AlgorithmCaps(
         drafter="runtime.speculative.ngram_drafter:NgramDrafter.make",

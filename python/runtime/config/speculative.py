@@ -224,7 +224,7 @@ def _check_draft_source(args: ServerArgs, algorithm: SpecAlgorithm) -> None:
     if caps.has_folder and args.speculative_draft_model_path is None and not replaced:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")
     if token_map is not None and caps.no_token_map:
-        takers = " and ".join(name for name, own in ALGORITHM_CAPS.items() if not own.no_token_map)
+        takers = ", ".join(name for name, own in ALGORITHM_CAPS.items() if not own.no_token_map)
         raise ConfigError(f"--speculative-token-map works with {takers} only; {caps.no_token_map}. Leave it out.")
     if token_map is not None and not os.path.isfile(token_map):
         raise ConfigError(

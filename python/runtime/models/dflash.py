@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from runtime.distributed.parallel_group import ParallelGroup
+from runtime.errors import ConfigError
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
@@ -32,10 +33,23 @@ class DFlashDraftModel(DraftHead):
         feature_width: width of these states, concatenated.
     """
 
-    def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
-        """Allocate the draft. `group`: the ranks that share its blocks; by default those that share the target's."""
+    def __init__(
+        self, config: DraftConfig, target: DecoderModel, token_map: torch.Tensor | None = None, group: ParallelGroup | None = None
+    ) -> None:
+        """Allocate the draft.
+
+        Args:
+            token_map: int64 [Vd], the target ids that the draft may propose, or None for all.
+            group: the ranks that share its blocks; by default those that share the target's.
+
+        Raises:
+            ConfigError: a token map for a draft that has its own.
+        """
         assert config.draft_block is not None, "the configuration of a DFlash draft"
         super().__init__(config.model, target, group=group)
+        if self.has_map and token_map is not None:
+            raise ConfigError(f"--speculative-token-map: this draft has its own vocabulary, of {self.vocab_size} tokens. Leave it out.")
+        self.keep_tokens(token_map)
         self.draft_block, self.aux_layers, parts = config.draft_block, config.aux_layers, self.parts
         hidden = self.config.hidden_size
         self.feature_width = len(self.aux_layers) * hidden
@@ -65,8 +79,9 @@ class DFlashDraftModel(DraftHead):
         shape = self.config.vocab_size, self.config.hidden_size
         self.embed = shared_if_equal(optional.take("embed_tokens.weight", shape), self._target.embed)
         if not self.has_map:
-            self.lm_head = self.own_head(optional.take("lm_head.weight", shape))
-        self.load_map(optional)
+            self.lm_head = self.kept_rows(self.own_head(optional.take("lm_head.weight", shape)))
+        if self.to_target is None:
+            self.load_map(optional)
         self._kv_projs = [layer.qkv_proj.tail(layer.heads.num_q_heads * layer.heads.head_dim) for layer in self._attention]
 
     def gemms(self) -> Iterator[Gemm]:

@@ -1,4 +1,6 @@
-"""A small, independent model as the draft. Its vocabulary is the target's, or lacks some of the ids that only pad the target's."""
+"""A small, independent model as the draft. Its vocabulary is the target's, or lacks some of the ids that only pad the target's; a token map
+restricts its drafts to some of its tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_head import DraftModel
 from runtime.models.token_map import invert
+from runtime.models.weights import NamedTensors
 
 
 class StandaloneDraft(DraftModel):
@@ -21,25 +24,45 @@ class StandaloneDraft(DraftModel):
 
     lookahead, feature_width = 0, 0
 
-    def __init__(self, model: DecoderModel, target_vocab: int) -> None:
-        """`target_vocab`: the size of the target's vocabulary, of which the model's may lack the last ids."""
+    def __init__(self, model: DecoderModel, target_vocab: int, token_map: torch.Tensor | None = None) -> None:
+        """Use a model whose weights are not yet loaded.
+
+        Args:
+            target_vocab: the size of the target's vocabulary, of which the model's may lack the last ids.
+            token_map: int64 [Vd], the target ids that the draft may propose, or None for all that it has.
+
+        Raises:
+            ConfigError: the map names ids that the model lacks.
+        """
         self.model, self.config, self.attention_specs = model, model.config, model.attention_specs
-        self.hidden_width, self.hidden_dtype, self.vocab_size = model.config.hidden_size, model.dtype, model.config.vocab_size
-        self.logits, self.greedy, self.bind = model.logits, model.greedy, model.bind
-        self.expected_weights, self.load = model.expected_weights, model.load
-        if self.vocab_size < target_vocab:
-            self.to_target = torch.arange(self.vocab_size, device=model.embed.device)
-            self.to_draft = invert(self.to_target, target_vocab, "the draft")
+        self.hidden_width, self.hidden_dtype = model.config.hidden_size, model.dtype
+        self.logits, self.greedy, self.bind, self.expected_weights = model.logits, model.greedy, model.bind, model.expected_weights
+        own = model.config.vocab_size
+        self._lacks_ids, self._kept = own < target_vocab, None if token_map is None else token_map.to(model.embed.device)
+        if token_map is not None:
+            invert(token_map, own, "--speculative-token-map")
+        elif self._lacks_ids:
+            token_map = torch.arange(own)
+        self.vocab_size = own if token_map is None else len(token_map)
+        if token_map is not None:
+            self.to_target = token_map.to(model.embed.device)
+            self.to_draft = invert(token_map, target_vocab, "the draft").to(model.embed.device)
+
+    def load(self, weights: NamedTensors) -> None:
+        """Fill the weights; the LM head keeps the rows of the map. Raises `ConfigError` as `DecoderModel.load`."""
+        self.model.load(weights)
+        if self._kept is not None:
+            self.model.lm_head = self.model.lm_head.select_rows(self._kept)
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden] or [N, hidden], for `logits`. Reads its last id for each that it lacks: no tokenizer writes those."""
-        if self.to_target is not None:
-            batch = replace(batch, input_ids=batch.input_ids.clamp(max=self.vocab_size - 1))
+        if self._lacks_ids:
+            batch = replace(batch, input_ids=batch.input_ids.clamp(max=self.config.vocab_size - 1))
         return self.model.forward(batch, wanted=wanted)[0]
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
-        """The same ids."""
-        return ids
+        """The target's ids of draft ids, int64 of any shape."""
+        return ids if self._kept is None else self._kept[ids]
 
     @property
     def weight_bytes(self) -> int:

@@ -38,7 +38,7 @@ from runtime.models.decoder import DecoderModel
 from runtime.models.dflash import DFlashDraftModel
 from runtime.models.draft_config import read_draft
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
-from runtime.speculative.draft_loader import loaded, sharing_ranks
+from runtime.speculative.draft_loader import loaded, read_token_map, sharing_ranks
 from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_passes import extend_spec
 from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting_grammar
@@ -58,7 +58,7 @@ class DFlashDrafter(ModelDrafter):
     def make(cls, context: WorkerContext, target: DecoderModel) -> DFlashDrafter:
         """The drafter, with its draft loaded. Raises `ConfigError` if the draft does not fit, or if the depth exceeds its blocks."""
         config = read_draft(context.speculative, target.config)
-        draft = DFlashDraftModel(config, target, sharing_ranks(context, config.model, target))
+        draft = DFlashDraftModel(config, target, read_token_map(context), sharing_ranks(context, config.model, target))
         check_depth(draft.draft_block.size, context.speculative.num_steps)
         return cls(*loaded(context, draft))
 

@@ -40,4 +40,4 @@ def standalone(context: WorkerContext, target: DecoderModel) -> EagleWorker:
     group = sharing_ranks(context, config, target)
     shared = {"group": group, "head_group": own.group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}
     model = build_model(config, own.ops, context.dtype, context.device, quantization, **shared, fuse_shared=own.fuse_shared)
-    return EagleWorker(*loaded(context, StandaloneDraft(model, target.config.vocab_size)))
+    return EagleWorker(*loaded(context, StandaloneDraft(model, target.config.vocab_size, read_token_map(context))))

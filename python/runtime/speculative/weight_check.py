@@ -28,7 +28,7 @@ Make = Callable[[SpeculativeConfig, DecoderModel, torch.Tensor | None], Loadable
 DRAFTS: Mapping[str, Make] = {
     "EAGLE": lambda spec, target, tokens: LlamaForCausalLMEagle(read_draft(spec, target.config), target, tokens),
     "EAGLE3": lambda spec, target, _: LlamaForCausalLMEagle3(read_draft(spec, target.config), target),
-    "DFLASH": lambda spec, target, _: DFlashDraftModel(read_draft(spec, target.config), target),
+    "DFLASH": lambda spec, target, tokens: DFlashDraftModel(read_draft(spec, target.config), target, tokens),
     "MTP": lambda _, target, tokens: MtpDraft(target, tokens),
     "STANDALONE": lambda spec, target, _: build_model(read_draft(spec, target.config).model, target.context.ops, target.dtype, META),
 }

@@ -6,7 +6,9 @@ verified, and so the text, stays the same (FR-Spec, Zhao et al. 2025, arXiv:2502
 
 from __future__ import annotations
 
+import io
 import itertools
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,8 +22,12 @@ from runtime.config.refusals import check_output
 from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.engine import Engine
 from runtime.errors import ConfigError, ServingError, report
+from runtime.log import say
 from runtime.models.registry import load_hf_config
+from runtime.small_file import unreadable, write_whole
 from runtime.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 SIDE_BY_SIDE = 64
 """Number of answers per call of the engine."""
@@ -59,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         save(hot, options.output)
     except (ServingError, KeyboardInterrupt) as error:
         return report(error)
-    print(f"{options.output}: {len(hot)} of {model.vocab_size} tokens, from {sum(map(len, counted))} in {len(counted)} answers")
+    say(f"{options.output}: {len(hot)} of {model.vocab_size} tokens, from {sum(map(len, counted))} in {len(counted)} answers", log)
     if held_out:
-        print(f"they cover {covered(held_out, hot):.2%} of {sum(map(len, held_out))} tokens in {len(held_out)} other answers")
+        say(f"they cover {covered(held_out, hot):.2%} of {sum(map(len, held_out))} tokens in {len(held_out)} other answers", log)
     return 0
 
 
@@ -118,13 +124,15 @@ def covered(answers: Iterable[Sequence[int]], hot: Iterable[int]) -> float:
 
 
 def save(hot: Sequence[int], path: Path) -> None:
-    """Write the map. Raises `ConfigError` if the file cannot be written."""
+    """Write the map. Raises `ServingError` if the file cannot be written."""
     import torch
 
+    content = io.BytesIO()
+    torch.save(torch.tensor(hot, dtype=torch.int64), content)
     try:
-        torch.save(torch.tensor(hot, dtype=torch.int64), path)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(f"--output {path} cannot be written: {error}") from error
+        write_whole(path, content.getvalue())
+    except OSError as error:
+        raise ServingError(f"--output {path} cannot be written: {unreadable(error)}.") from error
 
 
 if __name__ == "__main__":

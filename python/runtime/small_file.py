@@ -1,8 +1,9 @@
-"""Reads small text files, without filling memory if the path is something else."""
+"""Reads small text files, without filling memory if the path is something else; writes files whole."""
 
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path
 
@@ -28,6 +29,26 @@ def read_small(path: Path, max_mib: int = MAX_MIB) -> str:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {max_mib} MiB")
     return content
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it keeps its old content if the disk is full or the program ends, where the folder takes a second file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = path.resolve()  # a link stays a link
+    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
+        path.write_bytes(content)
+        return
+    partial = path.with_name(f".{os.getpid()}.part")
+    try:
+        partial.write_bytes(content)
+        if path.exists():
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def is_pipe(path: Path) -> bool:

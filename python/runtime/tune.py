@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from runtime.config.server_args import ServerArgs
 from runtime.config.speculative_tuning import FLAG, Measurement, SpeculativeTuning, StepTime, write_tuning
 from runtime.entrypoints.prepare import made_for, prepare
 from runtime.errors import ConfigError, ServingError, report
+from runtime.log import say
 from runtime.managers.messages import AbortReq, GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.model_executor.depth_trial import DepthTrial
@@ -43,6 +45,8 @@ from runtime.version import __version__
 
 if TYPE_CHECKING:
     from runtime.model_executor.worker import Worker
+
+log = logging.getLogger(__name__)
 
 FOUND_HERE = (
     *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_disable_by_batch_size"),
@@ -90,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ServingError, KeyboardInterrupt) as error:
         return report(error)
     shape = f"{tuning.num_steps}/{tuning.topk}/{tuning.num_draft_tokens}"
-    print(f"chosen: {shape} (steps, topk, draft tokens); {tuning.lines()}; measured in {tuning.measurement.seconds:.1f} s")
-    print(f"start the server with the same flags and {FLAG} {options.output}")
+    say(f"chosen: {shape} (steps, topk, draft tokens); {tuning.lines()}; measured in {tuning.measurement.seconds:.1f} s", log)
+    say(f"start the server with the same flags and {FLAG} {options.output}", log)
     return 0
 
 
@@ -116,9 +120,9 @@ def tune(options: Options, args: ServerArgs) -> SpeculativeTuning:
         trees = TREES if may_branch(config) else ()
         chains = bench.chains(worker, sizes, CHAIN_SHARE if trees else 1.0)
     chain = chain_plan(chains.rates())
-    print(chains.grid(), flush=True)
+    say(chains.grid(), log)
     if left_out := [str(size) for size in sizes if size not in chains.measured]:
-        print(f"{', '.join(left_out)} requests: not measured, the time is over; raise --seconds", flush=True)
+        say(f"{', '.join(left_out)} requests: not measured, the time is over; raise --seconds", log)
     plans = [plan for shape in trees if (plan := bench.tree(args, shape, chains, chain)) is not None]
     best = best_plan(chain, plans, chains.measured)
     depths = tuple(sorted({0, best.shape[0], *best.depths.values()})) if best.shape[1] == 1 else ()
@@ -295,7 +299,7 @@ class Bench:
         """Measure a tree at growing batch sizes while it is nearly as fast as the best chain; None if it was not measured."""
         steps, name = shape[0], "tree {}/{}/{}".format(*shape)
         if self.elapsed + self.loading >= self.options.seconds:
-            print(f"{name}: not measured, the time is over", flush=True)
+            say(f"{name}: not measured, the time is over", log)
             return None
         rates = dict[int, float]()
         try:
@@ -310,10 +314,10 @@ class Bench:
                     if rates[size] < WORTH_MORE * chain.rates[size]:
                         break
         except ConfigError as error:
-            print(f"{name}: not measured, {error}", flush=True)
+            say(f"{name}: not measured, {error}", log)
             return None
         shown = ", ".join(f"{size} requests {rate:.1f} tokens/s" for size, rate in rates.items())
-        print(f"{name}: {shown or 'not measured, the time is over'}; {trial.acceptance.mean_accept_len:.2f} accepted", flush=True)
+        say(f"{name}: {shown or 'not measured, the time is over'}; {trial.acceptance.mean_accept_len:.2f} accepted", log)
         measured = {count: chains.rates()[count] for count in chains.measured}
         return tree_plan(shape, rates, measured)
 

@@ -11,7 +11,7 @@ import torch
 
 from runtime import check_acceptance, hot_tokens, tune
 from runtime.config.flag_parser import parse
-from runtime.errors import BAD_USE, INTERRUPTED
+from runtime.errors import BAD_USE, INTERRUPTED, ServingError
 from runtime.hot_tokens import covered, engine_options, hottest, save
 from runtime.models.token_map import load_token_map
 
@@ -53,7 +53,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_writes(
     assert not started
 
 
-@pytest.mark.parametrize("argv", [["--prompts", "/nowhere/prompts"], ["--check"]])
+def test_a_full_disk_is_named() -> None:
+    with pytest.raises(ServingError, match="--output /dev/full cannot be written: no space left on device"):
+        save([1, 2], Path("/dev/full"))
+
+
+@pytest.mark.parametrize("argv", [["--prompts", "/nowhere/prompts"], ["--check"], ["--size", "x"], ["--temperature", "hot"]])
 def test_flags_are_checked_before_the_engine_starts(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

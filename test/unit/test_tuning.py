@@ -27,7 +27,7 @@ from runtime.config.speculative_tuning import (
     write_tuning,
 )
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.errors import BAD_USE, ConfigError
+from runtime.errors import BAD_USE, FAILED, ConfigError, ServingError, report
 from runtime.launch_server import main as launch_server
 from runtime.model_executor.acceptance_averages import AcceptanceAverages
 from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
@@ -205,8 +205,15 @@ def test_a_malformed_file_is_refused(tmp_path: Path, change: dict[str, Any]) -> 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: no such file"):
         read_tuning(str(tmp_path / "none.json"))
-    with pytest.raises(ConfigError, match="cannot be written"):
-        write_tuning(CHAIN, tmp_path / "none" / "t.json")
+
+
+def test_a_tuning_that_cannot_be_written_is_in_the_error(tmp_path: Path) -> None:
+    for path in (tmp_path / "none" / "t.json", Path("/dev/full")):
+        with pytest.raises(ServingError, match=r"cannot be written: no s.*\. Save these lines in a file instead:") as raised:
+            write_tuning(CHAIN, path)
+        assert report(raised.value) == FAILED
+        (tmp_path / "t.json").write_text(str(raised.value).partition("\n")[2])
+        assert read_tuning(str(tmp_path / "t.json")) == CHAIN
 
 
 @pytest.mark.parametrize(("what", "change"), [("model", "model_files"), ("draft", "draft_files"), ("algorithm", "algorithm")])

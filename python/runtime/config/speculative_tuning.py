@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from runtime.config.attention_caps import MAX_TREE_BITS
-from runtime.errors import ConfigError
-from runtime.small_file import read_small, unreadable
+from runtime.errors import ConfigError, ServingError
+from runtime.small_file import read_small, unreadable, write_whole
 
 log = logging.getLogger(__name__)
 FLAG = "--speculative-tuning"
@@ -127,11 +127,13 @@ def read_tuning(path: str) -> SpeculativeTuning:
 
 
 def write_tuning(tuning: SpeculativeTuning, path: Path) -> None:
-    """Write the file. Raises `ConfigError` if it cannot be written."""
+    """Write the file. Raises `ServingError` if it cannot be written; the error has its content, which took a minute to measure."""
+    content = msgspec.json.format(msgspec.json.encode(tuning), indent=1) + b"\n"
     try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(tuning), indent=1) + b"\n")
+        write_whole(path, content)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}.") from error
+        why = f"{path} cannot be written: {unreadable(error)}"
+        raise ServingError(f"{why}. Save these lines in a file instead:\n{content.decode()}") from error
 
 
 def fitting(tuning: SpeculativeTuning, here: MadeFor) -> SpeculativeTuning:

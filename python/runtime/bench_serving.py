@@ -25,8 +25,9 @@ from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, load
 from runtime.bench.http_stream import HttpClient, HttpFailure, authority
 from runtime.bench.load import Load, Send, run_load
-from runtime.bench.metrics import acceptance, count_chunks, parse_goodput, per_second, spread_itl, summarize
+from runtime.bench.metrics import Timeline, acceptance, count_chunks, parse_goodput, per_second, spread_itl, summarize
 from runtime.bench.options import parser
+from runtime.bench.output import append, complain, say, why
 from runtime.bench.records import BenchRequest, RequestRecord
 from runtime.bench.vocabulary import LocalVocabulary, Vocabulary, open_vocabulary
 
@@ -43,11 +44,11 @@ class BenchError(Exception):
     """The run cannot start; the message is for the user."""
 
 
-async def run(args: argparse.Namespace) -> dict[str, Any]:
+async def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[RequestRecord]]:
     """Run the benchmark once.
 
     Returns:
-        The fields of the JSON line, including the details of each request.
+        The fields of the JSON line without the details of each request, and the records of the requests.
 
     Raises:
         BenchError: there is no server or no prompt, or the warm-up failed.
@@ -67,7 +68,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     except (ValueError, HttpFailure) as error:
         raise BenchError(str(error)) from error
     if args.dataset_name != "generated-shared-prefix" and len(requests) < args.num_prompts:
-        print(f"{args.dataset_name} has only {len(requests)} prompts that fit; {args.num_prompts} were requested")
+        say(f"{args.dataset_name} has only {len(requests)} prompts that fit; {args.num_prompts} were requested")
     send_request = partial(send, client, backend, options=options)
     await _warm_up(args.warmup_requests, send_request, requests[0])
     if args.flush_cache:
@@ -81,8 +82,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         figures["request_rate"] = "inf"  # JSON has no infinity
     figures |= summarize(records, seconds, goodput) | acceptance(records, before, server_info) | summary.origin(server_info)
     figures["total_output_tokens_retokenized"] = _retokenized(records, vocabulary)
-    _show(args, figures, records)
-    return figures | _details(records)
+    return figures, records
 
 
 async def _measure(
@@ -91,11 +91,20 @@ async def _measure(
     if args.profile:
         await _control(client, "/start_profile")
     load = Load(args.request_rate, args.max_concurrency, args.seed)
-    with tqdm(total=len(requests), disable=args.disable_tqdm, unit="req") as bar:
-        result = await run_load(requests, load, send_request, lambda: bar.update(1))
-    if args.profile:
+    try:
+        with tqdm(total=len(requests), disable=args.disable_tqdm, unit="req") as bar:
+            return await run_load(requests, load, send_request, lambda: bar.update(1))
+    finally:
+        if args.profile:
+            await _stop_profile(client)
+
+
+async def _stop_profile(client: HttpClient) -> None:
+    """Also after Ctrl-C. A failure does not cost the figures of the run."""
+    try:
         await _control(client, "/stop_profile")
-    return result
+    except BenchError as error:
+        complain(str(error))
 
 
 async def _warm_up(number: int, send_request: Send, request: BenchRequest) -> None:
@@ -122,15 +131,22 @@ def _retokenized(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> in
 
 
 def _show(args: argparse.Namespace, figures: dict[str, Any], records: Sequence[RequestRecord]) -> None:
-    print("\n" + summary.render(figures, args.cache_report))
+    say("\n" + summary.render(figures, args.cache_report))
     if errors := summary.failures(records):
         print(f"{figures['failed']} of {len(records)} requests failed:\n{errors}", file=sys.stderr)
     if args.plot_throughput:
         timeline = per_second([record for record in records if record.success])
-        print(summary.chart("Output tokens per second", timeline.tokens))
-        print(summary.chart("Concurrent requests", timeline.requests))
-        picture = _picture_file(_output_file(args))
-        print(f"plot: {picture}" if summary.plot(timeline, picture) else "no PNG: matplotlib is not installed")
+        say(summary.chart("Output tokens per second", timeline.tokens))
+        say(summary.chart("Concurrent requests", timeline.requests))
+        say(_plot(timeline, _picture_file(_output_file(args))))
+
+
+def _plot(timeline: Timeline, picture: Path) -> str:
+    """Write the picture; returns what to say about it."""
+    try:
+        return f"plot: {picture}" if summary.plot(timeline, picture) else "no PNG: matplotlib is not installed"
+    except OSError as error:
+        return f"no PNG: {picture} cannot be written: {why(error)}"
 
 
 def _details(records: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -246,7 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        0 if a request succeeded, 1 if all failed, 2 if the run could not start, 130 if it was interrupted.
+        0 if a request succeeded, 1 if all failed or the result could not be written, 2 if the run could not start, 130 if it was
+        interrupted.
     """
     args = parser().parse_args(argv)
     _allow_many_connections()
@@ -255,16 +272,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_output(file)
         if args.plot_throughput:
             _check_output(_picture_file(file))
-        result = uvloop.run(run(args))
+        figures, records = uvloop.run(run(args))
+        line = json.dumps(figures | (_details(records) if args.output_details else {}))
+        status = 0 if figures["completed"] else 1
+        try:
+            append(file, line)
+        except OSError as error:
+            complain(f"--output-file {file} cannot be written: {why(error)}; its line is printed")
+            say(line)
+            status = 1
+        _show(args, figures, records)
+        return status
     except BenchError as error:
-        print(f"bench_serving: {error}", file=sys.stderr)
+        complain(str(error))
         return 2
     except KeyboardInterrupt:
         return 130
-    kept = result if args.output_details else {name: value for name, value in result.items() if name not in _details(())}
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(kept) + "\n")
-    return 0 if result["completed"] else 1
 
 
 if __name__ == "__main__":

@@ -123,6 +123,20 @@ def test_unwritable_output_file_is_refused_before_the_run(name: str, tmp_path: P
     assert not script.sent_at, "nothing was sent"
 
 
+@pytest.mark.parametrize(("output", "stdout", "status"), [("/dev/full", None, 1), ("out.jsonl", "/dev/full", 0)])
+def test_a_full_disk_or_stdout_does_not_cost_the_result(output: str, stdout: str | None, status: int, tmp_path: Path) -> None:
+    with mock_server(Script()) as port:
+        flags = f"--port {port} {' '.join(IDS)} --num-prompts 2 --output-file {output} --disable-tqdm"
+        command = f"{sys.executable} -m runtime.bench_serving {flags} {f'> {stdout}' if stdout else ''}"
+        environment = os.environ | {"PYTHONPATH": str(PYTHON)}
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert "o space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    line = (tmp_path / "out.jsonl").read_text() if stdout else next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    assert json.loads(line)["completed"] == 2
+
+
 def test_a_name_too_long_for_the_plot_is_refused_before_the_run(tmp_path: Path) -> None:
     _, text = bench(9, tmp_path, *IDS, "--output-file", "x" * 255, "--plot-throughput", expect=2)
     assert ".png: the file cannot be written: File name too long" in text

@@ -104,6 +104,7 @@ def test_reference_command_lines_parse(prompts: int, concurrency: int) -> None:
         "--top-p inf",
         "--random-range-ratio 1.5",
         "--extra-request-body [1]",
+        f"--extra-request-body {'[' * 3000}",
         "--header x",
         "--header =x",
         "--header x=\u20ac",
@@ -113,7 +114,9 @@ def test_flags_out_of_range_are_refused(flags: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as exit_info:
         parser().parse_args(flags.split(" ", 1))
     assert exit_info.value.code == 2
-    assert flags.split()[0] in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert flags.split()[0] in told
+    assert told.count("\n") == 1
 
 
 def test_repeated_list_flags_add_up() -> None:
@@ -320,6 +323,13 @@ def test_vocabulary_size_of_a_multimodal_config_is_found(tmp_path: Path) -> None
     assert asyncio.run(open_vocabulary(client, None, str(tmp_path), {})).size == 7
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 9000, "[]"])
+def test_a_malformed_config_of_the_model_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json "):
+        asyncio.run(open_vocabulary(HttpClient("http://127.0.0.1:9"), None, str(tmp_path), {}))
+
+
 def test_a_model_name_too_long_for_a_path_is_no_folder() -> None:
     client = HttpClient("http://127.0.0.1:1")  # no server
     with pytest.raises(ValueError, match="pass --tokenizer FOLDER"):
@@ -394,7 +404,7 @@ def test_conversation_files_are_read_and_missing_files_named(tmp_path: Path, voc
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
     (tmp_path / "file").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=f"--dataset-path {tmp_path}/file: not UTF-8"):
+    with pytest.raises(ValueError, match=f"--dataset-path {tmp_path}/file cannot be read: not UTF-8"):
         make(vocabulary, dataset_name="custom", dataset_path=str(tmp_path / "file"))
     with pytest.raises(ValueError, match="is not a file"):
         make(vocabulary, dataset_name="custom", dataset_path="x" * 300)
@@ -412,6 +422,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, vocabulary: LocalVo
         ("custom", '{"prompt": "a"}\n"b"', "line 2: not a JSON object"),
         ("custom", '{"prompt": "a", "answer": 5}', "line 1: its answer is not a string"),
         ("custom", '{"foo": "a"}', "no conversation of two turns"),
+        ("sharegpt", "[" * 9000, "not a JSON list of conversations"),
+        ("custom", '{"prompt": "a"}\n' + '{"a":' * 9000, "line 2: not JSON"),
+        ("custom", r'{"prompt": "a \ud800"}', "has a lone surrogate"),
+        ("custom", r'{"prompt": "a", "answer": "\udfff"}', "has a lone surrogate"),
     ],
 )
 def test_malformed_dataset_file_is_refused(name: str, text: str, why: str, tmp_path: Path, vocabulary: LocalVocabulary) -> None:
@@ -440,6 +454,10 @@ def test_a_chat_template_that_fails_is_named(source: str, tmp_path: Path, vocabu
     (tmp_path / "chat_template.jinja").write_text(source)
     with pytest.raises(ValueError, match=f"{tmp_path}: the chat template fails"):
         chat_template(vocabulary)("hi")
+
+
+def test_half_of_a_surrogate_pair_in_an_answer_is_counted(vocabulary: LocalVocabulary) -> None:
+    assert vocabulary.count("the \ud800") == vocabulary.count("the ?")
 
 
 def test_a_malformed_tokenizer_file_is_named(tmp_path: Path) -> None:

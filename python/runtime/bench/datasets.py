@@ -6,11 +6,13 @@ import json
 import math
 import os
 import random
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.bench.output import why
 from runtime.bench.records import BenchRequest
 from runtime.bench.vocabulary import Vocabulary
 
@@ -26,6 +28,8 @@ LONGEST = 8
 DATASETS = ("random", "random-ids", "sharegpt", "generated-shared-prefix", "custom", "embedded")
 
 Template = Callable[[str], str]
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What JSON may escape, but UTF-8 cannot store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,8 @@ async def _conversations(
     for prompt, answer in pairs:
         if len(requests) == options.num_prompts:
             break
+        if _SURROGATE.search(prompt + (answer or "")):
+            raise ValueError(f"--dataset-path {options.dataset_path}: {prompt[:60]!r} or its answer has a lone surrogate; remove it")
         text = _with_suffix(prompt, options.prompt_suffix)
         if template is not None:
             text = template(text)
@@ -255,8 +261,8 @@ def _read_text(options: DatasetOptions) -> str:
         raise ValueError(f"--dataset-name {options.dataset_name} requires --dataset-path; {options.dataset_path!r} is not a file")
     try:
         return Path(options.dataset_path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--dataset-path {options.dataset_path}: not UTF-8") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--dataset-path {options.dataset_path} cannot be read: {why(error)}") from error
 
 
 def _read_json(options: DatasetOptions) -> list[dict[str, Any]]:
@@ -264,7 +270,7 @@ def _read_json(options: DatasetOptions) -> list[dict[str, Any]]:
     text = _read_text(options)
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{wrong} ({error})") from error
     if not isinstance(found, list) or not all(isinstance(conversation, dict) for conversation in found):
         raise ValueError(wrong)
@@ -274,7 +280,7 @@ def _read_json(options: DatasetOptions) -> list[dict[str, Any]]:
 def _line(options: DatasetOptions, number: int, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--dataset-path {options.dataset_path}, line {number}: not JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"--dataset-path {options.dataset_path}, line {number}: not a JSON object")

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from runtime.bench.backends import BACKENDS
 from runtime.bench.datasets import DATASETS
@@ -40,8 +40,8 @@ _finite = _number(float, "a finite number", math.isfinite)
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
@@ -54,9 +54,16 @@ def _header(text: str) -> tuple[str, str]:
     return name, value
 
 
+class _Parser(argparse.ArgumentParser):
+    """Ends the program with one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"bench_serving: {message}; --help lists all flags\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Create the parser with all flags."""
-    flags = argparse.ArgumentParser(
+    flags = _Parser(
         prog="python -m runtime.bench_serving", description="Measure a running server over HTTP: throughput, TTFT, TPOT, ITL, acceptance."
     )
     _server(flags.add_argument_group("server"))

@@ -34,8 +34,8 @@ class LocalVocabulary:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def count(self, text: str) -> int:
-        """Number of tokens in `text`, without special tokens."""
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Number of tokens in `text`, without special tokens. A server may send half of a surrogate pair; it counts as a question mark."""
+        return len(self._tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False).ids)
 
 
 class ServerVocabulary:
@@ -99,7 +99,7 @@ async def open_vocabulary(client: HttpClient, tokenizer: str | None, model: str,
         info: the server's `/get_model_info`; `{}` if it has none.
 
     Raises:
-        ValueError: `tokenizer` has no tokenizer.json, or the vocabulary size is unknown.
+        ValueError: `tokenizer` has no tokenizer.json, the model's config.json cannot be read, or the vocabulary size is unknown.
     """
     if tokenizer is not None:
         file = tokenizer_file(tokenizer)
@@ -124,6 +124,16 @@ def _vocab_size(info: dict[str, Any], model: str) -> int | None:
         return int(size)
     for folder in (info.get("model_path"), model):
         if folder and os.path.isfile(file := Path(str(folder)) / "config.json"):
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = _object(file)
             return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     return None
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    return found

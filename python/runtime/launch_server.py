@@ -32,10 +32,10 @@ from runtime.config.server import check_certificate
 from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.kept_memory import freeze_gc
 from runtime.entrypoints.node import run_node
-from runtime.entrypoints.prepare import check_token_map, check_weights, prepare
+from runtime.entrypoints.prepare import check_token_map, check_tokenizer, check_weights, prepare
 from runtime.entrypoints.processes import Runtime
 from runtime.errors import ConfigError, ServingError, report
-from runtime.log import say
+from runtime.log import say, write_stdout
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
 
@@ -74,11 +74,11 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
         command = parse(sys.argv[1:] if argv is None else argv)
         logging_setup.setup(command.args.log_level, "talon::http", command.args.log_format)
         if command.dump_config:
-            print(dump(command.args), end="")
-            return 0
+            return print_config(command.args)
         if command.check:
             config, model_config = prepare(command.args)
             check_certificate(command.args)
+            check_tokenizer(config)
             check_token_map(config, model_config)
             check_weights(config, model_config)
             say(f"talon: {config.model.served_model_name} can be served on {config.device.device}", log)
@@ -100,6 +100,15 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
         return report(error, _error_line)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def print_config(args: ServerArgs) -> int:
+    """Print all flags as YAML; returns the exit status. Raises `ServingError` if stdout is full or closed."""
+    try:
+        write_stdout(dump(args))
+    except OSError as error:
+        raise ServingError(f"The configuration cannot be written to stdout: {(error.strerror or str(error)).lower()}.") from error
+    return 0
 
 
 def _error_line(text: str) -> str:

@@ -56,12 +56,20 @@ def line_of(message: str, logger: str, level: int = logging.INFO) -> str:
 
 
 def say(line: str, log: logging.Logger) -> None:
-    """Print a line; a full or closed stdout is logged and does not end the server."""
+    """Print a line; a full or closed stdout is logged and does not end the program."""
     try:
-        print(line_of(line, log.name), flush=True)
+        write_stdout(line_of(line, log.name) + "\n")
     except OSError as error:
         log.warning("cannot write to stdout: %s", error.strerror or error)
+
+
+def write_stdout(text: str) -> None:
+    """Write to stdout at once. Raises `OSError` if it is full or closed; later text is dropped."""
+    try:
+        print(text, end="", flush=True)
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit, and fails again
+        raise
 
 
 def _json_handler() -> logging.Handler | None:

@@ -189,6 +189,7 @@ def test_check_resolves_all_options_without_loading(model: Path) -> None:
     assert "dtype float32" in made.stderr
     assert made.stdout == "talon: tiny can be served on cpu\n"
     assert_one_line(launch("--check", "--model", str(model), "--load-format", "dummy", "--context-length", "100000"), "--context-length")
+    assert_one_line(launch("--check", "--model", str(model), "--load-format", "dummy", "--chat-template", "{{"), "not valid Jinja")
 
 
 def test_check_refuses_a_draft_that_does_not_match(model: Path, tmp_path: Path) -> None:

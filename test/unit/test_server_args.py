@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from process.fake import dummy_model
+from runtime import launch_server
 from runtime.batch import WorkerLimits
 from runtime.config.flag_parser import build_parser, dump, flags, from_fields, parse
 from runtime.config.graphs import default_graph_sizes
@@ -33,7 +35,7 @@ from runtime.config.speculative import AUTO_DEPTHS, EMBEDDED_DRAFT, EMBEDDED_DRA
 from runtime.config.speculative_tuning import read_tuning
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.entrypoints import prepare
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, ServingError
 from runtime.launch_server import bind, open_standard_streams
 from runtime.managers.prefill_budget import PrefillBudget
 
@@ -171,6 +173,8 @@ def test_the_command_line_takes_precedence_over_the_file(tmp_path: Path) -> None
         ("port: !!timestamp x", ["not YAML"]),
         ("[" * 3000, ["not YAML"]),
         (r'port: "\ud800"', ["'port'", "UTF-8"]),
+        ("portt: &a [*a]", ["'portt'", "did you mean 'port'"]),
+        ("portt: {2026-01-01: 3}", ["'portt'", "did you mean 'port'"]),
         ("port: 1\nmodel: m\nport: 2", ["'port' is given twice", "line 3"]),
     ],
 )
@@ -251,6 +255,21 @@ def test_stdout_escapes_what_its_encoding_lacks(monkeypatch: pytest.MonkeyPatch)
     open_standard_streams()
     print("serving \u2603", flush=True)
     assert written.getvalue() == b"serving \\u2603\n"
+
+
+@pytest.mark.parametrize(("flag", "kind"), [("--cuda-graph-bs", "a whole number"), ("--mem-fraction-static", "a number")])
+def test_a_number_in_words_is_refused_in_plain_words(flag: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"argument {flag}.*: must be {kind}, not 'two'$"):
+        parse([flag, "two"])
+
+
+def test_a_configuration_that_cannot_be_written_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(launch_server, "write_stdout", write)
+    with pytest.raises(ServingError, match=r"^The configuration cannot be written to stdout: no space left on device\.$"):
+        launch_server.print_config(args())
 
 
 def test_a_host_name_that_cannot_be_encoded_is_refused() -> None:

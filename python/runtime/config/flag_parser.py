@@ -141,7 +141,7 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def read_own(options: type[Options], program: str, description: str, argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """The options of another command, and the other arguments of `argv`, which are the server's flags.
+    """The options of another command, and the other arguments of `argv`, which are the server's flags. Raises `ConfigError`.
 
     Args:
         options: a dataclass; the metadata of each field has its arguments of `add_argument`.
@@ -149,7 +149,7 @@ def read_own(options: type[Options], program: str, description: str, argv: Seque
         description: what it does.
     """
     text = f"{description} Takes the server's flags too."
-    parser = argparse.ArgumentParser(prog=f"python -m runtime.{program}", description=text, allow_abbrev=False)
+    parser = _Parser(prog=f"python -m runtime.{program}", description=text, allow_abbrev=False)
     for field in fields(options):  # pyright: ignore[reportArgumentType]
         parser.add_argument(flag_of(field.name), **field.metadata)
     own, rest = parser.parse_known_args(list(argv))
@@ -206,6 +206,8 @@ class _Parser(argparse.ArgumentParser):
     """Raises `ConfigError` instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
+        for kind, expected in (("int", _KINDS[int]), ("float", _KINDS[float])):
+            message = message.replace(f"invalid {kind} value: ", f"must be {expected}, not ")
         raise ConfigError(message)
 
 
@@ -228,7 +230,7 @@ def _values(given: Mapping[str, object], strict: bool = True) -> dict[str, Any]:
     for key, value in given.items():
         name = key.replace("-", "_")
         if name not in by_name:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            text = value if isinstance(value, str) else _json(value)
             if sglang_flags.take(name.replace("_", "-"), [] if value is True else [text]):
                 continue
             known = [other.replace("_", "-") if "-" in key else other for other in by_name]
@@ -241,6 +243,14 @@ def _values(given: Mapping[str, object], strict: bool = True) -> dict[str, Any]:
             continue
         values[flag.name] = _value(key, value, flag, strict)
     return values
+
+
+def _json(value: object) -> str:
+    """The JSON of a value of YAML, which may contain itself or have keys that JSON does not allow."""
+    try:
+        return json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
 
 
 def _value(key: str, value: object, flag: Flag, strict: bool) -> object:

@@ -26,6 +26,7 @@ from runtime.models.hf_config import recommended_sampling
 from runtime.models.registry import load_hf_config
 from runtime.models.sharing import check_expert_width, check_experts, check_heads, faster_replicated
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
+from runtime.text.tokenizer import Tokenizer
 
 
 def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
@@ -108,6 +109,11 @@ def check_weights(config: RuntimeConfig, target: ModelConfig) -> None:
         from runtime.speculative import weight_check
 
         weight_check.check_weights(config, target)
+
+
+def check_tokenizer(config: RuntimeConfig) -> None:
+    """Refuse a tokenizer or a chat template that cannot be read; a start reads them while the weights load."""
+    Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
 
 
 def check_token_map(config: RuntimeConfig, target: ModelConfig) -> None:

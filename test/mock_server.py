@@ -55,6 +55,8 @@ class MockServer:
             "/get_model_info": {"vocab_size": 1000},
             "/get_server_info": {"internal_states": [{"avg_spec_accept_length": 9.0, "graph_hit_rate": 0.5}], "commit": "abc"},
             "/flush_cache": {},
+            "/start_profile": {},
+            "/stop_profile": {},
         }
         if path in fixed:
             return await self._whole(writer, 200, fixed[path])
@@ -138,9 +140,17 @@ def mock_server(script: Script) -> Iterator[int]:
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
-        loop.call_soon_threadsafe(server.close)
+        asyncio.run_coroutine_threadsafe(_close(server), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=5)
+
+
+async def _close(server: asyncio.Server) -> None:
+    server.close()
+    answers = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in answers:
+        task.cancel()
+    await asyncio.gather(*answers, return_exceptions=True)
 
 
 async def _serve(ttft: float, gap: float) -> None:

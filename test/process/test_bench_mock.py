@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,23 @@ def test_a_full_disk_or_stdout_does_not_cost_the_result(output: str, stdout: str
     assert "Traceback" not in done.stderr
     line = (tmp_path / "out.jsonl").read_text() if stdout else next(line for line in done.stdout.splitlines() if line.startswith("{"))
     assert json.loads(line)["completed"] == 2
+
+
+def test_ctrl_c_stops_the_profile(tmp_path: Path) -> None:
+    script = Script(ttft=60.0)
+    with mock_server(script) as port:
+        flags = ("--port", str(port), *IDS, "--num-prompts", "2", "--warmup-requests", "0", "--profile")
+        environment = os.environ | {"PYTHONPATH": str(PYTHON)}
+        command = [sys.executable, "-m", "runtime.bench_serving", *flags]
+        with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            while len(script.requests) < 2:
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=60.0)
+    assert (process.returncode, script.calls[-1]) == (130, "/stop_profile")
+    assert "Traceback" not in told
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_name_too_long_for_the_plot_is_refused_before_the_run(tmp_path: Path) -> None:

@@ -681,6 +681,8 @@ def test_server_totals_exclude_steps_before_the_run() -> None:
     assert figures["graph_hit_rate"] == pytest.approx(0.75)
     assert figures["padding_waste"] == pytest.approx(0.25)
     assert figures["steps_by_depth"] == {"0": 4, "3": 20}
+    idle = metrics.acceptance([], info(3), info(3, avg_spec_accept_length=9.0, graph_hit_rate=1.0, padding_waste=0.5))
+    assert [idle[name] for name in ("accept_length", "per_position_acceptance", "graph_hit_rate", "padding_waste")] == [None] * 4
 
 
 def test_failures_are_grouped_by_error() -> None:

@@ -172,8 +172,8 @@ COUNTERS = {
 
 
 def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Figures:
-    """The metrics of speculation and CUDA graphs during the run: from the answers if all report them, else from the server's totals or
-    means.
+    """The metrics of speculation and CUDA graphs during the run: from the answers if all report them, else from the server's totals, or
+    from its means, which include earlier runs, if it reports no totals.
 
     Args:
         records: the records of the run.
@@ -184,11 +184,15 @@ def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | Non
         unknown.
     """
     state = _state(after)
+
+    def mean(name: str, total: str) -> Any:
+        return None if COUNTERS[total] in state else state.get(name)
+
     figures: Figures = {
-        "accept_length": state.get("avg_spec_accept_length"),
-        "per_position_acceptance": state.get("per_position_acceptance"),
-        "graph_hit_rate": state.get("graph_hit_rate"),
-        "padding_waste": state.get("padding_waste"),
+        "accept_length": mean("avg_spec_accept_length", "steps"),
+        "per_position_acceptance": mean("per_position_acceptance", "steps"),
+        "graph_hit_rate": mean("graph_hit_rate", "decodes"),
+        "padding_waste": mean("padding_waste", "rows"),
         "steps_by_depth": None,
         "accept_length_by_context": None,
     }

@@ -162,6 +162,15 @@ def test_a_signal_that_arrived_while_it_was_blocked_ends_the_start_with_its_exit
     assert subprocess.run(command, env=ENV, timeout=60).returncode == 128 + signal.SIGTERM
 
 
+@COLD
+@pytest.mark.parametrize("command", ["launch_server", "bench_serving"])
+def test_ctrl_c_while_a_command_is_imported_prints_nothing(command: str, tmp_path: Path) -> None:
+    (tmp_path / "uvloop.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    env = {**ENV, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ENV['PYTHONPATH']}"}
+    made = subprocess.run([sys.executable, "-m", f"runtime.{command}"], capture_output=True, text=True, env=env, timeout=60)
+    assert (made.returncode, made.stdout, made.stderr) == (-signal.SIGINT, "", "")
+
+
 @pytest.mark.skipif(subprocess.run(["unshare", "-rpf", "true"]).returncode != 0, reason="needs user namespaces")
 def test_process_1_of_a_container_ends_at_a_signal_before_it_serves(tmp_path: Path) -> None:
     os.mkfifo(config := tmp_path / "config.json")

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 # The package, the benchmark package and the modules of this script; child processes of the engine inherit the path.
@@ -26,9 +27,16 @@ COMPARE = "compare"
 """A separate phase, which needs the measurements of two runs."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(f"{message}; --help lists all options")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
     add("--model-path", help="target: folder, hub id or .gguf file; default: the embedded model")
     add("--output", type=Path, required=True, help="folder of the head")
@@ -98,7 +106,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run."""
+    """Run. Raises `SystemExit` with a sentence for a mistake in the options or the files."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.quick:
@@ -124,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     from eagle_training.synthesis import Amount
     from eagle_training.trainer import Course
 
-    from runtime.errors import ServingError
+    from runtime.errors import ConfigError, ServingError, report
     from runtime.model_files.model_source import resolve_model
     from runtime.models.eagle3_layout import default_aux_layers
     from runtime.models.registry import load_hf_config
@@ -184,9 +192,26 @@ def main(argv: list[str] | None = None) -> None:
             ),
             phases,
         )
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
     except ServingError as error:
-        raise SystemExit(f"error: {error}") from error
+        raise SystemExit(report(error)) from error
+
+
+def command(argv: list[str] | None = None) -> int:
+    """Run as a program. Exit status: 0, 1 after a failure, 2 for a mistake in the options or the files, 130 on Ctrl-C."""
+    try:
+        main(argv)
+    except SystemExit as error:
+        if not isinstance(error.code, str):
+            raise
+        print(f"train_eagle: {error.code}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train_eagle: interrupted; the same command continues", file=sys.stderr)
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command())

@@ -514,6 +514,34 @@ def test_what_no_run_can_use_is_refused_at_once(tmp_path: Path, model_folder: Pa
     assert not (tmp_path / "head").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--output", "h", "--engines", "0"], "train_eagle: --engines is 0; it must be at least 1"),
+        (["--output", "h", "--engines", "two"], "train_eagle: argument --engines: invalid int value: 'two'; --help lists all options"),
+        ([], "train_eagle: the following arguments are required: --output; --help lists all options"),
+        (
+            ["--output", "h", "--model-path", "nowhere"],
+            "train_eagle: --model-path 'nowhere' is neither a folder, a .gguf file, nor a hub id",
+        ),
+    ],
+)
+def test_a_mistake_gets_one_line_and_status_2(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_eagle.command(flags) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(line)
+    assert told.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_training_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_eagle, "main", interrupted)
+    assert train_eagle.command([]) == 130
+    assert capsys.readouterr().err == "train_eagle: interrupted; the same command continues\n"
+
+
 def test_layers_that_a_head_cannot_name_are_refused(tmp_path: Path) -> None:
     Checkpoint("deepseek-experts", tmp_path)
     write_small_tokenizer(tmp_path)

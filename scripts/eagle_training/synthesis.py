@@ -206,20 +206,23 @@ def synthesize(engine: Generator, tokenizer: Tokenizer, amount: Amount, shards: 
         return before + time.monotonic() - started
 
     open_rounds: dict[Future[list[Conversation]], int] = {}
-    with ThreadPoolExecutor(amount.workers) as pool, tqdm(total=amount.tokens, initial=made, unit="tok", unit_scale=True,
-                                                          desc="Writing answers", smoothing=0.1) as bar:  # fmt: skip
-        while True:
-            while len(open_rounds) < amount.workers and spent() < amount.seconds and made < amount.tokens:
-                open_rounds[pool.submit(maker.round, number)] = number
-                number += 1
-            if not open_rounds:
-                break
-            done, _ = wait(open_rounds, return_when=FIRST_COMPLETED)
-            for future in done:
-                conversations = future.result()
-                shards.save(open_rounds.pop(future), conversations)
-                new = train_tokens(conversations)
-                made += new
-                bar.update(new)
-            shards.put_note(seconds=spent())
+    pool = ThreadPoolExecutor(amount.workers)
+    try:
+        with tqdm(total=amount.tokens, initial=made, unit="tok", unit_scale=True, desc="Writing answers", smoothing=0.1) as bar:
+            while True:
+                while len(open_rounds) < amount.workers and spent() < amount.seconds and made < amount.tokens:
+                    open_rounds[pool.submit(maker.round, number)] = number
+                    number += 1
+                if not open_rounds:
+                    break
+                done, _ = wait(open_rounds, return_when=FIRST_COMPLETED)
+                for future in done:
+                    conversations = future.result()
+                    shards.save(open_rounds.pop(future), conversations)
+                    new = train_tokens(conversations)
+                    made += new
+                    bar.update(new)
+                shards.put_note(seconds=spent())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, open rounds end with the engine
     shards.put_note(seconds=spent())

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
+from runtime.errors import ServingError
 from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.forward_batch import ForwardBatch
@@ -757,6 +758,25 @@ def test_prompts_are_new_and_held_out_ones_stay_out(tmp_path: Path, tokenizer: T
     assert len(singles) == len(set(singles))
     assert enough(shards, amount)
     assert not enough(shards, dataclasses.replace(amount, tokens=10**6))
+
+
+def test_ctrl_c_does_not_wait_for_the_rounds_that_are_open(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    interrupted, shut_down, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Engine(ParrotEngine):
+        def generate(self, *given: Any, **named: Any) -> Any:
+            if not interrupted.is_set():
+                interrupted.set()
+                raise KeyboardInterrupt
+            shut_down.wait(30.0)
+            ended.set()
+            raise ServingError("The engine was shut down.")
+
+    amount = Amount(seed=1, seconds=60.0, tokens=100, held_out=3, round_size=8, workers=2)
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(Engine(tokenizer), tokenizer, amount, ShardFolder(tmp_path))
+    assert not ended.is_set()
+    shut_down.set()
 
 
 def test_synthesis_goes_on_where_it_was_cut_off(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -16,7 +16,7 @@ from runtime.model_executor.mismatch_detector import MismatchDetector
 from runtime.model_executor.sample_schedule import DRAFTS, GROWTH, VERIFY, SampleKind, SampleSchedule, SampleSchedules
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver, EveryNth
-from unit.predicting import speculating
+from unit.predicting import plain, speculating
 
 RATES = (0.39, 0.45, 0.5)
 FAULTY = (0.04, 0.45, 0.5)
@@ -371,3 +371,12 @@ def test_a_short_eager_window_has_no_drafts_beyond_its_end(tmp_path: Path, monke
     graph, eager = (np.concatenate([getattr(pairs, side) for pairs in found]).tolist() for side in ("graph", "eager"))
     assert graph == eager
     assert 0 in graph
+
+
+@pytest.mark.parametrize(("steps", "nodes"), [(4, 2), (3, 3)])
+def test_trees_with_fewer_nodes_than_steps_are_sampled(tmp_path: Path, steps: int, nodes: int) -> None:
+    worker = speculating(tmp_path, "EAGLE", "eager", [1, 2], num_steps=steps, topk=2, num_draft_tokens=nodes)
+    worker.parts.monitor.schedule = EveryNth(2)
+    prompts = {1: [5, 6, 7], 2: [8, 9]}
+    assert Driver(worker).generate(prompts, 12) == Driver(plain()).generate(prompts, 12)
+    assert worker.eager_drafts.samples > 0

@@ -209,7 +209,7 @@ class EagerDrafts:
         tokens, parents = self._tokens[rows], self._parents[rows]
         at, on_path = torch.zeros_like(rows)[:, None], torch.ones_like(rows, dtype=torch.bool)[:, None]
         hits = torch.zeros_like(rows)
-        for i in range(depth):
+        for i in range(min(depth, committed.shape[1])):  # a tree may have fewer nodes than steps
             child = on_path & (parents == at) & (tokens == committed[:, i : i + 1])
             child[:, 0] = False  # the root
             on_path, at = child.any(1, keepdim=True), child.int().argmax(1, keepdim=True)

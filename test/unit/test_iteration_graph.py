@@ -305,6 +305,20 @@ def test_what_iteration_graphs_do_not_cover_runs_as_three(tmp_path: Path, monkey
     assert all(runner.mode is RunMode.REPLAY for runner in worker.all_runners), "capture leaves no mode behind"
 
 
+def test_run_modes_are_those_that_were_set_during_an_iteration_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sends them to the other ranks with the next step, which it may submit meanwhile."""
+    worker, seen = build(tmp_path), set[RunMode]()
+    propose = worker.parts.drafter.propose
+
+    def spy(iteration: Iteration) -> Any:
+        seen.update(runner.mode for runner in worker.all_runners)
+        return propose(iteration)
+
+    monkeypatch.setattr(worker.parts.drafter, "propose", spy)
+    Driver(worker).generate(PROMPTS, 4)
+    assert seen == {RunMode.REPLAY}
+
+
 def test_prompts_beside_decode_rows_run_as_three_graphs(tmp_path: Path) -> None:
     texts = []
     for whole in (False, True):

@@ -44,13 +44,12 @@ class RunMode(Enum):
     """How a runner runs. The eager modes are references for graphs.
 
     REPLAY replays the graph of a padded size, or runs eagerly without padding if there is none. EAGER_PADDED runs eagerly over the inputs
-    that a graph would read. EAGER runs eagerly without padding. RECORDED runs while a larger graph is captured; such runs are not counted.
+    that a graph would read. EAGER runs eagerly without padding.
     """
 
     REPLAY = "replay"
     EAGER_PADDED = "eager padded"
     EAGER = "eager"
-    RECORDED = "recorded"
 
 
 @contextmanager
@@ -68,6 +67,21 @@ def eagerly(runners: Sequence[GraphRunner], mode: RunMode = RunMode.EAGER_PADDED
     finally:
         for runner, own in zip(runners, before, strict=True):
             runner.mode = own
+
+
+@contextmanager
+def recorded(runners: Sequence[GraphRunner]) -> Iterator[None]:
+    """Run `runners` as parts of a larger graph in the `with` block: without their own graphs, and not counted.
+
+    Their modes do not change: another thread may read them to send them to the other ranks.
+    """
+    for runner in runners:
+        runner.is_recorded = True
+    try:
+        yield
+    finally:
+        for runner in runners:
+            runner.is_recorded = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +156,7 @@ class GraphRunner:
 
     Attributes:
         mode: the run mode of the following runs.
+        is_recorded: whether a larger graph is being captured or run eagerly, with this runner's passes as a part.
         pool_peak: bytes of the graph pool that the largest size needs; set by `find_peak`.
         output_bytes: bytes by which its outputs enlarged their arena.
         reserved_bytes: bytes that it reserved for outputs and CUDA graphs.
@@ -161,7 +176,7 @@ class GraphRunner:
         self._buffers: Outputs = {}
         self._outputs: dict[tuple[int, int], Outputs] = {}
         self._replays: dict[GraphKey, Replay] = {}
-        self.mode = RunMode.REPLAY
+        self.mode, self.is_recorded = RunMode.REPLAY, False
         self.replayed = self.ran_eagerly = 0
         self.pool_peak = 0
         largest = spec.shape(self._max_size)
@@ -230,8 +245,8 @@ class GraphRunner:
         requests, tokens = batch.batch_size, batch.num_tokens
         outputs = self._outputs_for(requests, tokens)
         replay = self._replays.get((requests, tokens, variant))
-        if replay is None or eager or forward is not None or self.mode is not RunMode.REPLAY:
-            self.ran_eagerly += self.mode is not RunMode.RECORDED
+        if replay is None or eager or forward is not None or self.is_recorded or self.mode is not RunMode.REPLAY:
+            self.ran_eagerly += not self.is_recorded
             (forward or self._forward)(batch, outputs, variant)
             return outputs, False
         self.replayed += 1

@@ -27,7 +27,7 @@ from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.depth import USUAL_STEPS, thinned
 from runtime.model_executor.drafter import Drafter
-from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec, eagerly
+from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec, recorded
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.iteration import CommittedWindow, Iteration, VerifyResult
 from runtime.model_executor.target_model import TargetModel
@@ -191,7 +191,7 @@ class IterationGraphs:
         load_rows(inputs, inputs.named(ROWS.name, size), stages.target.rows)
         state = inputs.rows(size), inputs.kv_lens(size), inputs.last_tokens(size)
         iteration = Iteration(depth, np.full(size, PAD_ROW, dtype=np.int32), *state, bounds, VARIANTS[variant])
-        with eagerly(stages.all_runners(depth), RunMode.RECORDED):
+        with recorded(stages.all_runners(depth)):
             window = stages.drafter.propose(iteration)
             verify_batch = stages.verifier.fill(iteration, window)
             verified = stages.verifier.run(iteration, verify_batch)

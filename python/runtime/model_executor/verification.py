@@ -12,7 +12,7 @@ from runtime.layers.bounded_head import BOUNDED_ROWS
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.depth import USUAL_STEPS, DepthBatches, thinned
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
-from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunMode, RunnerSpec
+from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Iteration, VerifyResult
 from runtime.model_executor.ragged_windows import mean_widths
@@ -198,7 +198,7 @@ class Verifier:
         depth, size = iteration.depth, iteration.size
         if iteration.ragged is not None or iteration.shared_tokens or not iteration.greedy_only or not self.can_skip_logits(depth, size):
             return False
-        return self.greedy[depth].mode is RunMode.RECORDED or self.greedy[depth].has_graph(size)
+        return self.greedy[depth].is_recorded or self.greedy[depth].has_graph(size)
 
     def _result(self, iteration: Iteration, outputs: Outputs, graph: bool) -> VerifyResult:
         logits, features = outputs.get("logits"), outputs["features"]

@@ -69,7 +69,10 @@ def test_one_row_makes_the_toy_drafter_an_algorithm(tmp_path: Path) -> None:
     [
         (("--speculative-draft-model-path", "d"), "--speculative-draft-model-path has no effect: TOY repeats the last token."),
         (("--disable-draft-extend-cuda-graph",), "--disable-draft-extend-cuda-graph has no effect: TOY repeats the last token."),
-        (("--speculative-token-map", "t"), "--speculative-token-map works with EAGLE, MTP, DFLASH, STANDALONE only; TOY repeats the last token."),
+        (
+            ("--speculative-token-map", "t"),
+            "--speculative-token-map works with EAGLE, MTP, DFLASH, STANDALONE only; TOY repeats the last token.",
+        ),
         (("--speculative-eagle-topk", "2"), "--speculative-eagle-topk must be 1: TOY drafts chains."),
     ],
 )

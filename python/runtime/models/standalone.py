@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch.nn import functional
 
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.decoder import DecoderModel
@@ -37,22 +38,20 @@ class StandaloneDraft(DraftModel):
         self.model, self.config, self.attention_specs = model, model.config, model.attention_specs
         self.hidden_width, self.hidden_dtype = model.config.hidden_size, model.dtype
         self.logits, self.greedy, self.bind, self.expected_weights = model.logits, model.greedy, model.bind, model.expected_weights
-        own = model.config.vocab_size
-        self._lacks_ids, self._kept = own < target_vocab, None if token_map is None else token_map.to(model.embed.device)
-        if token_map is not None:
-            invert(token_map, own, "--speculative-token-map")
-        elif self._lacks_ids:
-            token_map = torch.arange(own)
-        self.vocab_size = own if token_map is None else len(token_map)
-        if token_map is not None:
-            self.to_target = token_map.to(model.embed.device)
-            self.to_draft = invert(token_map, target_vocab, "the draft").to(model.embed.device)
+        own, self._has_map = model.config.vocab_size, token_map is not None
+        self._lacks_ids = own < target_vocab
+        kept = torch.arange(own) if token_map is None and self._lacks_ids else token_map
+        self.vocab_size = own if kept is None else len(kept)
+        if kept is not None:
+            to_draft = invert(kept, own, "--speculative-token-map")
+            self.to_target = kept.to(model.embed.device)
+            self.to_draft = functional.pad(to_draft, (0, target_vocab - own), value=-1).to(model.embed.device)
 
     def load(self, weights: NamedTensors) -> None:
         """Fill the weights; the LM head keeps the rows of the map. Raises `ConfigError` as `DecoderModel.load`."""
         self.model.load(weights)
-        if self._kept is not None:
-            self.model.lm_head = self.model.lm_head.select_rows(self._kept)
+        if self._has_map and self.to_target is not None:
+            self.model.lm_head = self.model.lm_head.select_rows(self.to_target)
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden] or [N, hidden], for `logits`. Reads its last id for each that it lacks: no tokenizer writes those."""
@@ -62,7 +61,7 @@ class StandaloneDraft(DraftModel):
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of draft ids, int64 of any shape."""
-        return ids if self._kept is None else self._kept[ids]
+        return self.to_target[ids] if self._has_map and self.to_target is not None else ids
 
     @property
     def weight_bytes(self) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from runtime import small_file
 
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file atomically, and create its folder: readers see either the old or the new text."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+    small_file.write_whole(file, text.encode())

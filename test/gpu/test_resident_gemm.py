@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from runtime.config.device_tuning import H200
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
@@ -47,6 +48,27 @@ def test_resident_weights_compute_the_same_gemm(N: int, K: int, rows: int) -> No
         assert ((narrow[:rows].double() - normed).norm() / normed.norm()) < 1e-2
         assert out[rows].isnan().all()
         assert narrow[rows].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 13, 16])
+@pytest.mark.parametrize(("N", "K"), [(3072, 576), (6144, 1024), (272, 192)])
+def test_resident_weights_gate_their_results(N: int, K: int, rows: int) -> None:
+    from runtime.layers.gemm.resident_gemm import resident_config, resident_gemm, supports
+
+    x, weight = (torch.randn((n, K), device="cuda").to(BF16) for n in (rows, N))
+    if not supports(weight):
+        pytest.skip("needs compute capability 9 and NVRTC")
+    config = resident_config(N, K, torch.cuda.get_device_properties(0).multi_processor_count)
+    assert config is not None
+    bias, squares, eps = torch.randn(N, device="cuda").to(BF16), torch.rand((rows, 150), device="cuda") * K, 0.25
+    gate, up = (x.double() @ weight.double().T / (squares.double().sum(1) / K + eps).sqrt()[:, None] + bias.double()).chunk(2, 1)
+    for activation, want in (("silu", F.silu(gate) * up), ("gelu", F.gelu(gate, approximate="tanh") * up)):
+        epilogue = Epilogue(**{activation: True}, bias=bias, scale=RowScale(squares, eps))
+        for pdl in (False, True):
+            out = torch.full((rows + 1, N // 2), float("nan"), device="cuda", dtype=BF16)
+            resident_gemm(x, weight, out[:rows], config, epilogue, pdl=pdl)
+            assert ((out[:rows].double() - want).norm() / want.norm()) < 5e-3
+            assert out[rows].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 13, 16])
@@ -137,5 +159,21 @@ def test_a_gemm_is_timed_with_resident_weights_if_there_is_space(rows_of_weights
     gemms, timings = [Gemm("linear", linear, norm) for linear in linears], GemmTimings(H200)
     CudaOps(timings).autotune(gemms, (1,))
     timed = timings.known(BF16, gemms[0].key(1))
+    assert timed is not None
+    assert any(isinstance(choice, ResidentConfig) for choice in timed.micros) is tried
+
+
+@pytest.mark.parametrize(("rows_of_weights", "columns", "tried"), [(3072, 576, True), (28672, 4096, False)])
+def test_small_gate_and_up_projections_are_timed_with_resident_weights(rows_of_weights: int, columns: int, tried: bool) -> None:
+    from runtime.config.kernel_configs import ResidentConfig
+    from runtime.layers.cuda_ops import CudaOps
+    from runtime.layers.gemm.resident_gemm import supports
+
+    linear = Linear.dense(torch.empty((rows_of_weights, columns), dtype=BF16, device="cuda").normal_(std=1 / 64))
+    if not supports(linear.weight):
+        pytest.skip("needs compute capability 9 and NVRTC")
+    gemm, timings = Gemm("gate_up", linear, RMSNorm(torch.ones(columns, dtype=BF16, device="cuda"), 1e-6)), GemmTimings(H200)
+    CudaOps(timings).autotune([gemm], (1,))
+    timed = timings.known(BF16, gemm.key(1))
     assert timed is not None
     assert any(isinstance(choice, ResidentConfig) for choice in timed.micros) is tried

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from emulated import COMPILER, emulated, guarded
 from runtime.config.kernel_configs import FragmentConfig
@@ -74,6 +75,24 @@ def test_resident_weights_compute_the_same_gemm(rows: int) -> None:
     assert relative(narrow, want) < 1e-2
     assert relative(first.scaled, want[:, :own] * gain[:own].double()) < 1e-2
     torch.testing.assert_close(first.squares.double().sum(1), want[:, :own].square().sum(1), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "activation"), [(1, "silu"), (5, "gelu"), (16, "silu")])
+def test_resident_weights_gate_their_results(rows: int, activation: str) -> None:
+    N, K, eps = 112, 320, 0.25
+    x, weight = guarded(torch.randn((rows, K)).to(BF16)), guarded((torch.randn((N, K)) / 8).to(BF16))
+    config = resident_gemm.resident_config(N, K, SMS)
+    assert config is not None
+    assert config.blocks > 1
+    bias, squares = guarded(torch.randn(N).to(BF16)), torch.rand((rows, 7)) * K
+    sums = x.double() @ weight.double().T / (squares.double().sum(1) / K + eps).sqrt()[:, None] + bias.double()
+    gate, up = sums.chunk(2, 1)
+    want = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    epilogue = Epilogue(**{activation: True}, bias=bias, scale=RowScale(squares, eps))
+    for dtype, error in ((torch.float32, 1e-5), (BF16, 1e-2)):
+        out = guarded(torch.full((rows, N // 2), float("nan"), dtype=dtype))
+        resident_gemm.resident_gemm(x, weight, out, config, epilogue)
+        assert relative(out, want) < error
 
 
 def scaled_by(name: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -108,7 +108,7 @@ def test_fragments_refuse_what_they_do_not_compute(rows: int, epilogue: Epilogue
         (ROWS, NO_EPILOGUE, torch.empty((ROWS, 16)).half(), "float32 out"),
         (ROWS, NO_EPILOGUE, torch.empty((ROWS, 8)), "out of shape"),
         (ROWS, Epilogue(argmax=torch.empty((2, ROWS, 1), dtype=torch.int32)), torch.empty((ROWS, 16)), "no argmax"),
-        (ROWS, Epilogue(silu=True), torch.empty((ROWS, 8)), "without a gate"),
+        (ROWS, Epilogue(silu=True), torch.empty((ROWS, 16)), "out of shape"),
     ],
 )
 def test_resident_weights_refuse_what_they_do_not_compute(rows: int, epilogue: Epilogue, out: torch.Tensor, reason: str) -> None:

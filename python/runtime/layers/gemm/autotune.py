@@ -66,10 +66,10 @@ class GemmGroup:
     @property
     def takes_residents(self) -> bool:
         """Whether a resident GEMM, which prefetches its weights into shared memory, supports it."""
-        if self.gemm.op not in SPLITTABLE or self.rows > FEW_ROWS:
+        if self.gemm.op not in (*SPLITTABLE, "gate_up") or self.rows > FEW_ROWS:
             return False
         if self.gemm.linear.is_scaled:
-            return _takes_bfloat16(self.gemm, lambda weight, scale, _: can_be_fully_resident(weight, scale))
+            return self.gemm.op in SPLITTABLE and _takes_bfloat16(self.gemm, lambda weight, scale, _: can_be_fully_resident(weight, scale))
         return can_be_resident(self.gemm.linear.weight)
 
     @property

@@ -5,7 +5,8 @@
 // copied in this time, and only the multiplication remains when x arrives. The registers stay free for the next kernel.
 //
 // The warps of a block split the columns of 16 weight rows. Each warp copies its stages, 64 columns of the 16 rows, into its own ring of DEPTH.
-// As in `fragments.cu`, an instruction multiplies the 16 columns that its lanes have: weights and rows of x use the same order.
+// As in `fragments.cu`, an instruction multiplies the 16 columns that its lanes have: weights and rows of x use the same order. With GATED, the
+// 16 rows are eight of the gate and the eight rows to multiply by.
 //
 // Constants from the host besides those of `few_rows_output.cu`, of which TALL is 1: DEPTH, BLOCKS (per SM).
 
@@ -16,15 +17,18 @@ static_assert(TOKENS * STRIDE * 4 <= DEPTH * STAGE_BYTES, "a warp's sums take th
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(const u16* x, const u16* w, const u16* bias, void* out, Norms norms, int M, int N, int K) {
     extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages; then the sums of each warp
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int first_row = blockIdx.x * ROWS;
+    const int columns = GATED ? N / 2 : N, first = blockIdx.x * OUTPUTS;  // of `out`
     const int stages = K / STAGE_COLUMNS, share = (stages + WARPS - 1) / WARPS, begin = min(stages, warp * share), end = min(stages, begin + share);
     u8* const own = shared + warp * DEPTH * STAGE_BYTES;
     // A lane copies 16 bytes of each of four rows. Rows are 128 bytes apart; odd rows have their halves swapped to avoid bank conflicts.
     const u32 copied = shared_address(own) + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) * 4) * 16;
-    const u16* const from = w + (long)(first_row + lane / 8) * K + lane % 8 * 8;
+    const u16* const from = w + (long)(first + lane / 8) * K + lane % 8 * 8;
     const auto copy_stage = [&](int stage, int place) {
         #pragma unroll
-        for (int j = 0; j < 4; j++) copy16<256>(copied + place * STAGE_BYTES + j * 512, from + (long)j * 4 * K + stage * STAGE_COLUMNS);
+        for (int j = 0; j < 4; j++) {
+            const int row = GATED ? j % 2 * 4 + j / 2 * columns : j * 4;
+            copy16<256>(copied + place * STAGE_BYTES + j * 512, from + (long)row * K + stage * STAGE_COLUMNS);
+        }
     };
     if (EARLY) launch_next();
     #pragma unroll 1
@@ -37,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
     #pragma unroll
     for (int n = 0; n < TILES; n++) tokens[n] = 8 * n + g < M ? x + (long)(8 * n + g) * K + 8 * t : nullptr;
     Output output;
-    output.load(norms, out, M, N, first_row);
+    output.load(norms, out, M, columns, first);
     const u8* const low = own + g * 128 + (t ^ (g & 1) * 4) * 16;
     const int other_half = (g & 1) ? -64 : 64;  // from a row's first 32 columns to its second
     for (int base = begin; base < end; base += DEPTH) {
@@ -79,5 +83,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
     wait_copies();
     __syncwarp();
     Output::leave((float*)own, sums);
-    output.store((const float*)shared, DEPTH * STAGE_BYTES / 4, K, norms, out, bias, M, N, first_row);
+    output.store((const float*)shared, DEPTH * STAGE_BYTES / 4, K, norms, out, bias, M, columns, first);
 }

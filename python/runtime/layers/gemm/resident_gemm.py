@@ -53,15 +53,14 @@ def resident_gemm(
     Args:
         x: bfloat16 [M, K] contiguous, M <= 16.
         weight: [N, K], one that the kernel `supports`; N a multiple of 16, K of 64.
-        out: [M, N] contiguous; float32 with `add`, otherwise float32 or bfloat16.
-        epilogue: not gated, without argmax; a deferred norm gets `config.parts(N)` sums of squares per row.
+        out: [M, `epilogue.columns(N)`] contiguous; float32 with `add`, otherwise float32 or bfloat16.
+        epilogue: without argmax; a deferred norm gets `config.parts(N)` sums of squares per row.
         pdl: start before the previous kernel has ended, load weights, then wait (programmatic dependent launch).
     Each row of `out` depends only on its own row of x; the order of summation depends only on K and `config`.
     """
     (M, K), N = x.shape, weight.shape[0]
     assert N % ROWS == 0, f"expected a multiple of {ROWS} weight rows; got {N}"
     assert K % COLUMNS == 0, f"expected a multiple of {COLUMNS} columns; got {K}"
-    assert not epilogue.gated, "expected an epilogue without a gate"
     variant = OutputVariant.of(x, weight, out, epilogue, config.parts(N), pdl)
     norms = norms_argument(epilogue.scale, epilogue.deferred)
     _kernel(config, variant)(N // ROWS, (x, weight, epilogue.bias, out, norms, M, N, K), pdl)

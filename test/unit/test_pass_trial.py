@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from runtime.batch import PAD_ROW
@@ -9,7 +10,7 @@ from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import ResidentConfig
 from runtime.layers.gemm.gemm import Gemm, GemmKey
 from runtime.layers.gemm.pass_trial import GAIN, MOST_ROWS, NEAR, choose_within_passes, rivals
-from runtime.layers.gemm.timings import GemmChoice, GemmTimings, Timed
+from runtime.layers.gemm.timings import GemmChoice, GemmTimings, Timed, fastest
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig
 from runtime.layers.linear import Linear
 from runtime.layers.torch_ops import TorchOps
@@ -96,3 +97,9 @@ def test_the_timed_pass_runs_the_last_layers_over_keys_of_the_padding_row() -> N
         assert written == [False] * 2 + [True] * LAYERS, "only the last layers ran"
         del model.layers[:2]
         torch.testing.assert_close(hidden, model.forward(timer.plan(3))[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "micros", "expected"), [(512, 99.0, ALONE), (1024, 99.0, None), (2048, 96.0, ALONE), (1024, 101.0, None)])
+def test_a_gemm_of_many_rows_leaves_cublas_only_for_a_clear_gain(rows: int, micros: float, expected: GemmChoice) -> None:
+    assert fastest({None: 100.0, ALONE: micros, OTHER: 200.0}, rows) == expected
+    assert fastest({ALONE: micros}, rows) == ALONE, "cuBLAS was no candidate"

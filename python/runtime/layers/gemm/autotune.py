@@ -27,7 +27,7 @@ from runtime.layers.gemm.many_rows import GemmSize, many_rows_config, split_conf
 from runtime.layers.gemm.resident_gemm import leaves_space, resident_config
 from runtime.layers.gemm.resident_gemm import supports as can_be_resident
 from runtime.layers.gemm.tilings import wgmma_configs
-from runtime.layers.gemm.timings import GemmChoice, GemmTimings, Timed
+from runtime.layers.gemm.timings import GemmChoice, GemmTimings, Timed, fastest
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import supports
 from runtime.layers.gemm.widening_gemm import MOST_ROWS as MOST_WIDENED_ROWS
@@ -226,7 +226,7 @@ def _fastest(group: GemmGroup, runs: Mapping[GemmChoice, Run]) -> Timed:
     """Time each choice as a captured graph of calls that read different weights; choices that exceed the GPU's resources are skipped."""
     calls = max(_rotation([linear.weight for linear in group.linears]), 2)
     times = {choice: micros for choice, run in runs.items() if (micros := _microseconds(run, calls)) is not None}
-    return Timed(min(times, key=times.__getitem__), times)
+    return Timed(fastest(times, group.rows), times)
 
 
 def _rotation(weights: Sequence[torch.Tensor]) -> int:

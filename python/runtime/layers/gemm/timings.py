@@ -16,6 +16,10 @@ from runtime.layers.gemm.wgmma_gemm import WgmmaConfig
 GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | FullyResidentConfig | WideningConfig | None
 """How a GEMM is computed: by a kernel with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
 
+MANY_ROWS, CLEARLY = 1024, 0.97
+"""From so many rows on, a kernel replaces cuBLAS only if it takes less than this fraction of its time: long prompts are limited by the
+card's power, and there the other kernels lose 2 to 3 % more than in the short runs that are timed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timed:
@@ -34,6 +38,12 @@ class Timed:
     def __str__(self) -> str:
         times = _listed(self.micros) + (f"; in a pass: {_listed(self.in_pass)}" if self.in_pass else "")
         return f"{describe(self.choice)} ({times})"
+
+
+def fastest(micros: Mapping[GemmChoice, float], rows: int) -> GemmChoice:
+    """The choice for a GEMM of `rows` rows, by the microseconds of each."""
+    best = min(micros, key=micros.__getitem__)
+    return None if rows >= MANY_ROWS and None in micros and micros[best] > CLEARLY * micros[None] else best
 
 
 class GemmTimings:

@@ -161,6 +161,13 @@ __device__ __forceinline__ float exp2_of(float x) {
     return y;
 }
 
+// rcp.approx.ftz.
+__device__ __forceinline__ float reciprocal_of(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // `top`, or 0 if it is NO_SCORE, so that subtracting it from minus infinity gives no NaN.
 #define NO_SCORE __int_as_float(0xFF800000)  // minus infinity, for which NVRTC has no constant
 __device__ __forceinline__ float finite_top(float top) { return top == NO_SCORE ? 0.0f : top; }

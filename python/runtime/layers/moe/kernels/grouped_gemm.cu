@@ -80,7 +80,7 @@ __device__ __forceinline__ u16 quantize(float low, float high) {
 // act(gate) * up of two neighbouring columns. They share a reciprocal, because the unit of special functions limits the end of a tile: that
 // of the product of their divisors, which are at most 2^60 so that it is finite. There act(gate) is 1e-18 of the gate.
 __device__ __forceinline__ void multiply_gates(float (&gates)[2], const float (&ups)[2], const Gate& act) {
-    float divisors[2], factors[2], inverse;
+    float divisors[2], factors[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         float& gate = gates[i];
@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply_gates(float (&gates)[2], const float (&
         }
         divisors[i] = 1.0f + exp2_of(fminf(slope * -1.4426950408889634f, 60.0f));
     }
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(divisors[0] * divisors[1]));
+    const float inverse = reciprocal_of(divisors[0] * divisors[1]);
 #pragma unroll
     for (int i = 0; i < 2; i++) gates[i] *= divisors[1 - i] * inverse * factors[i];
 }

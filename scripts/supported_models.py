@@ -27,13 +27,13 @@ from runtime.models.registry import FAMILIES, MTP_CLASSES
 from runtime.models.rope_fields import REQUIRED
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+EXTENDED = "The context length is `factor` times `original_max_position_embeddings` (else `max_position_embeddings`), if that is larger."
 ROPE_NOTES = {
     "default": "",
-    "linear": "",
+    "linear": EXTENDED,
     "llama3": "",
-    "yarn": "With `truncate`, `mscale`, `mscale_all_dim`, `attention_factor`, `beta_fast` and `beta_slow`. The context length is at least "
-    "`factor` times the original one.",
-    "dynamic": "transformers computes the base from the length of each text; here it follows from the served context length. "
+    "yarn": "With `truncate`, `mscale`, `mscale_all_dim`, `attention_factor`, `beta_fast` and `beta_slow`. " + EXTENDED,
+    "dynamic": EXTENDED + " transformers computes the base from the length of each text; here it follows from the served context length. "
     "`--context-length` of at most `max_position_embeddings` gives the unscaled embedding, as for short texts in transformers.",
     "longrope": "transformers chooses the factors by the length of each text; here the long ones are used if the served context length "
     "exceeds the original one. Also under the name `su`.",

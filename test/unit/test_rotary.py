@@ -91,9 +91,18 @@ def test_tables_equal_those_of_transformers(tmp_path: Path, kind: str, length: i
     torch.testing.assert_close(mine.cos_sin[:length], both, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "longest"), [("yarn", 512), ("yarn without a factor", 256), ("dynamic", 1024), ("linear", 256)])
+LONGEST = {"yarn": 512, "yarn without a factor": 256, "dynamic": 1024, "linear": 1024, "llama3": 256, "longrope with a factor": 256}
+
+
+@pytest.mark.parametrize(("kind", "longest"), LONGEST.items())
 def test_scaling_lengthens_the_context(tmp_path: Path, kind: str, longest: int) -> None:
     assert llama(tmp_path, KINDS[kind])[1].max_context_len == longest
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "linear"])
+def test_a_context_that_is_scaled_already_is_not_scaled_again(tmp_path: Path, kind: str) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    assert llama(tmp_path, rope)[1].max_context_len == 256
 
 
 def test_the_original_context_beside_the_scaling_wins(tmp_path: Path) -> None:

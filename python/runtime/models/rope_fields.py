@@ -74,17 +74,21 @@ def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeF
         if theta <= 1.0:
             raise fields.error(f"rope_theta is {theta}; for yarn it must be larger than 1")
         scaling = _yarn(chosen, original, context)
-        # Model cards tell users to add this scaling, and change nothing else, to extend the context.
-        return RopeFields(theta, scaling, partial, max(context, int(original * scaling.factor)))
+        return RopeFields(theta, scaling, partial, _extended(context, original, scaling.factor))
     if kind == "longrope":
         return RopeFields(theta, _longrope(chosen, original, context), partial, context)
     factor = chosen.number("factor", 1.0)
     if kind == "dynamic":
         scaling = RopeScaling("dynamic", factor, original_max_position=context)
-        return RopeFields(theta, scaling, partial, max(context, int(context * factor)))
+        return RopeFields(theta, scaling, partial, _extended(context, original, factor))
     if kind == "proportional":
         return RopeFields(theta, RopeScaling("proportional", factor, rotated=partial), 1.0, context)
-    return RopeFields(theta, RopeScaling("linear", factor), partial, context)
+    return RopeFields(theta, RopeScaling("linear", factor), partial, _extended(context, original, factor))
+
+
+def _extended(context: int, original: int, factor: float) -> int:
+    """The context length that a scaling gives: model cards tell users to add it, and to leave max_position_embeddings as it is."""
+    return max(context, int(original * factor))
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:

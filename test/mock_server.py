@@ -17,7 +17,7 @@ from typing import Any
 class Script:
     """The behaviour of the mock: `ttft` s before the first chunk, `gap` s between chunks, `per_chunk` tokens per chunk.
 
-    `fail(number)` -> "" | "status" | "cut" | "error": how request `number` (from 0) fails.
+    `fail(number)` -> "" | "status" | "cut" | "error": how request `number` (from 0) fails. `stalled`: a path that gets no answer.
     """
 
     ttft: float = 0.1
@@ -25,6 +25,7 @@ class Script:
     per_chunk: int = 1
     fail: Callable[[int], str] = lambda number: ""
     spec: bool = False
+    stalled: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     sent_at: list[list[float]] = field(default_factory=list)  # per request: time of reading it, then of writing each chunk
@@ -49,6 +50,8 @@ class MockServer:
 
     async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self.script.calls.append(path)
+        if path == self.script.stalled:
+            await asyncio.sleep(3600)
         fixed = {
             "/ready": {},
             "/v1/models": {"data": [{"id": "mock"}]},

@@ -7,9 +7,10 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import fields
 from datetime import datetime
 from functools import partial
@@ -48,10 +49,12 @@ async def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[RequestRec
     """Run the benchmark once.
 
     Returns:
-        The fields of the JSON line without the details of each request, and the records of the requests.
+        The fields of the JSON line without the details of each request, and the records of the requests. After Ctrl-C `interrupted` is
+        true, and they cover the requests that had ended.
 
     Raises:
         BenchError: there is no server or no prompt, or the warm-up failed.
+        CancelledError: Ctrl-C before any request had ended.
     """
     backend = BACKENDS[args.backend]
     try:
@@ -76,12 +79,13 @@ async def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[RequestRec
     before = await _get(client, "/get_server_info", "/server_info")
     records, seconds = await _measure(args, client, send_request, requests)
     _count_tokens(records, vocabulary)
-    server_info = await _get(client, "/get_server_info", "/server_info")
+    server_info = await _unless_cancelled(_get(client, "/get_server_info", "/server_info"))
     figures = {name: getattr(args, name) for name in _ARGUMENTS} | {"server_info": server_info}
     if args.request_rate == float("inf"):
         figures["request_rate"] = "inf"  # JSON has no infinity
     figures |= summarize(records, seconds, goodput) | acceptance(records, before, server_info) | summary.origin(server_info)
     figures["total_output_tokens_retokenized"] = _retokenized(records, vocabulary)
+    figures["interrupted"] = not asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)  # Ctrl-C has removed it
     return figures, records
 
 
@@ -90,13 +94,34 @@ async def _measure(
 ) -> tuple[list[RequestRecord], float]:
     if args.profile:
         await _control(client, "/start_profile")
+    _cancel_on_ctrl_c()
     load = Load(args.request_rate, args.max_concurrency, args.seed)
     try:
         with tqdm(total=len(requests), disable=args.disable_tqdm, unit="req") as bar:
             return await run_load(requests, load, send_request, lambda: bar.update(1))
     finally:
         if args.profile:
-            await _stop_profile(client)
+            await _unless_cancelled(_stop_profile(client))
+
+
+def _cancel_on_ctrl_c() -> None:
+    """Let the first Ctrl-C cancel this task; a second one ends the program."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+
+
+async def _unless_cancelled(work: Awaitable[T]) -> T | None:
+    """The result; None if this task is cancelled meanwhile, which does not cost the figures of the run."""
+    try:
+        return await work
+    except asyncio.CancelledError:
+        return None
 
 
 async def _stop_profile(client: HttpClient) -> None:
@@ -131,6 +156,8 @@ def _retokenized(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> in
 
 
 def _show(args: argparse.Namespace, figures: dict[str, Any], records: Sequence[RequestRecord]) -> None:
+    if figures["interrupted"]:
+        complain(f"interrupted; the result covers the {len(records)} requests that had ended")
     say("\n" + summary.render(figures, args.cache_report))
     if errors := summary.failures(records):
         print(f"{figures['failed']} of {len(records)} requests failed:\n{errors}", file=sys.stderr)
@@ -263,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if a request succeeded, 1 if all failed or the result could not be written, 2 if the run could not start, 130 if it was
-        interrupted.
+        interrupted: the first Ctrl-C ends the requests, and the result covers those that had ended; a second one ends the program.
     """
     args = parser().parse_args(argv)
     _allow_many_connections()
@@ -274,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_output(_picture_file(file))
         figures, records = uvloop.run(run(args))
         line = json.dumps(figures | (_details(records) if args.output_details else {}))
-        status = 0 if figures["completed"] else 1
+        status = 130 if figures["interrupted"] else 0 if figures["completed"] else 1
         try:
             append(file, line)
         except OSError as error:
@@ -286,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         complain(str(error))
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
 
 

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,20 +141,67 @@ def test_a_full_disk_or_stdout_does_not_cost_the_result(output: str, stdout: str
     assert json.loads(line)["completed"] == 2
 
 
+@contextmanager
+def started(port: int, tmp_path: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    common = ("--port", str(port), *IDS, "--warmup-requests", "0", "--disable-tqdm", "--output-file", "out.jsonl")
+    command = [sys.executable, "-m", "runtime.bench_serving", *common, *flags]
+    environment = os.environ | {"PYTHONPATH": str(PYTHON)}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def interrupt(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
+    """Ctrl-C as soon as `ready`."""
+    while not ready():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+
+
 def test_ctrl_c_stops_the_profile(tmp_path: Path) -> None:
     script = Script(ttft=60.0)
-    with mock_server(script) as port:
-        flags = ("--port", str(port), *IDS, "--num-prompts", "2", "--warmup-requests", "0", "--profile")
-        environment = os.environ | {"PYTHONPATH": str(PYTHON)}
-        command = [sys.executable, "-m", "runtime.bench_serving", *flags]
-        with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            while len(script.requests) < 2:
-                assert process.poll() is None
-                time.sleep(0.05)
-            process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=60.0)
+    with mock_server(script) as port, started(port, tmp_path, "--num-prompts", "2", "--profile") as process:
+        interrupt(process, lambda: len(script.requests) == 2)
+        _, told = process.communicate(timeout=60.0)
     assert (process.returncode, script.calls[-1]) == (130, "/stop_profile")
     assert "Traceback" not in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_keeps_the_requests_that_have_ended(tmp_path: Path) -> None:
+    def stall(number: int) -> str:
+        script.ttft = 60.0 if number >= 2 else script.ttft
+        return ""
+
+    script = Script(ttft=0.05, gap=0.01, fail=stall)
+    flags = ("--num-prompts", "9", "--max-concurrency", "2", "--output-details")
+    with mock_server(script) as port, started(port, tmp_path, *flags) as process:
+        interrupt(process, lambda: len(script.requests) == 4)
+        out, told = process.communicate(timeout=60.0)
+    assert (process.returncode, told) == (130, "bench_serving: interrupted; the result covers the 2 requests that had ended\n")
+    assert "Interrupted Serving Benchmark Result" in out
+    figures = json.loads((tmp_path / "out.jsonl").read_text())
+    assert (figures["interrupted"], figures["completed"], figures["failed"], figures["errors"]) == (True, 2, 0, ["", ""])
+    assert figures["total_output_tokens"] == 22
+
+
+def test_ctrl_c_after_the_last_answer_keeps_the_result(tmp_path: Path) -> None:
+    script = Script(ttft=0.05, gap=0.01, stalled="/stop_profile")
+    with mock_server(script) as port, started(port, tmp_path, "--num-prompts", "2", "--profile") as process:
+        interrupt(process, lambda: "/stop_profile" in script.calls)
+        process.communicate(timeout=60.0)
+    figures = json.loads((tmp_path / "out.jsonl").read_text())
+    assert (process.returncode, figures["interrupted"], figures["completed"]) == (130, True, 2)
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    script = Script(ttft=0.05, gap=0.01, stalled="/stop_profile", fail=lambda number: setattr(script, "ttft", number * 60.0) or "")
+    with mock_server(script) as port, started(port, tmp_path, "--num-prompts", "2", "--max-concurrency", "1", "--profile") as process:
+        interrupt(process, lambda: len(script.requests) == 2)
+        interrupt(process, lambda: "/stop_profile" in script.calls)
+        out, told = process.communicate(timeout=60.0)
+    assert (process.returncode, out, told) == (130, "", "")
     assert not list(tmp_path.iterdir())
 
 

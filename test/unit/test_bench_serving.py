@@ -39,7 +39,7 @@ FLAGS = (
     "gsp-num-groups gsp-prompts-per-group gsp-system-prompt-len gsp-question-len gsp-output-len tag header"
 )
 FIELDS = (
-    "tag backend dataset_name request_rate max_concurrency sharegpt_output_len random_input_len random_output_len "
+    "tag interrupted backend dataset_name request_rate max_concurrency sharegpt_output_len random_input_len random_output_len "
     "random_range_ratio random_length_sigma "
     "server_info duration completed failed total_input_tokens total_output_tokens total_output_tokens_retokenized "
     "request_throughput "
@@ -638,7 +638,7 @@ def test_acceptance_by_position_is_of_what_was_drafted() -> None:
     before, after = (dict(zip(name, values, strict=True)) for values in ((9, 9, [9, 0, 0], [9, 9, 0]), (19, 16, [14, 2, 0], [19, 13, 0])))
     figures = metrics.acceptance([], before, after)
     assert figures["per_position_acceptance"] == [0.5, 0.5, None]
-    rest = {"backend": "talon", "request_rate": 1.0, "max_concurrency": 1, "total_output_tokens_retokenized": 7}
+    rest = {"interrupted": False, "backend": "talon", "request_rate": 1.0, "max_concurrency": 1, "total_output_tokens_retokenized": 7}
     shown = summary.render(metrics.summarize([record], 1.0, None) | figures | rest)
     assert " 0.500 0.500 -\n" in shown
 

@@ -40,7 +40,11 @@ async def run_load(
     """Send each request at its arrival time.
 
     Returns:
-        One record per request, in order, and the seconds from the first arrival to the last answer.
+        One record per request, in order, and the seconds from the first arrival to the last answer. If this task is cancelled, the
+        records of the requests that have ended, and the seconds until then.
+
+    Raises:
+        CancelledError: this task is cancelled before any request has ended.
     """
     gate = asyncio.Semaphore(load.max_concurrency or max(len(requests), 1))
 
@@ -52,10 +56,18 @@ async def run_load(
 
     start = time.perf_counter()  # the event loop's clock may have a resolution of milliseconds
     tasks: list[asyncio.Task[RequestRecord]] = []
-    for request, at in zip(requests, arrivals(len(requests), load.request_rate, load.seed), strict=True):
-        # Wait relative to the start, not to the previous request, so that one late wake-up does not delay the rest.
-        if (wait := start + at - time.perf_counter()) > 0:
-            await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(one(request)))
-    records = await asyncio.gather(*tasks)
-    return records, time.perf_counter() - start
+    try:
+        for request, at in zip(requests, arrivals(len(requests), load.request_rate, load.seed), strict=True):
+            # Wait relative to the start, not to the previous request, so that one late wake-up does not delay the rest.
+            if (wait := start + at - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(asyncio.create_task(one(request)))
+        await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = [task for task in tasks if not task.cancelled()]
+        if not tasks:
+            raise
+    return [task.result() for task in tasks], time.perf_counter() - start

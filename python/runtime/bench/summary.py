@@ -24,7 +24,8 @@ _SECTIONS = (
 
 def render(figures: Figures, cache_report: bool = False) -> str:
     """The result table."""
-    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_totals(figures)]
+    title = " Interrupted Serving Benchmark Result " if figures["interrupted"] else " Serving Benchmark Result "
+    lines = [f"{title:=^{WIDTH}}", *_totals(figures)]
     for title, label, name in _SECTIONS:
         lines.append(f"{title:-^{WIDTH}}")
         kinds = ("mean", "median", "p90", "p95", "p99", "max") if name == "itl" else ("mean", "median", "p90", "p95", "p99")

@@ -21,6 +21,7 @@ from runtime.config.flag_parser import parse_shared, read_own
 from runtime.config.refusals import check_output
 from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.engine import Engine
+from runtime.entrypoints.prepare import find_model
 from runtime.errors import ConfigError, ServingError, report
 from runtime.log import say
 from runtime.models.registry import load_hf_config
@@ -54,10 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
         args, prompts = parse_shared(rest), read_prompts(options.prompts)
+        model = load_hf_config(find_model(args).weights_folder)
+        if options.size > model.vocab_size:
+            raise ConfigError(f"--size is {options.size}; the model has {model.vocab_size} tokens")
+        prompt_room(args.context_length or model.max_context_len, options.max_new_tokens)
         with Engine(**engine_options(args)) as engine:
-            model = load_hf_config(engine.config.model.model_path)
-            if options.size > model.vocab_size:
-                raise ConfigError(f"--size is {options.size}; the model has {model.vocab_size} tokens")
             answers = list(write(engine, options, prompts))
         held_out = answers[::HELD_OUT] if len(answers) >= HELD_OUT else []
         counted = [answer for i, answer in enumerate(answers) if i % HELD_OUT or not held_out]

@@ -58,7 +58,13 @@ def test_a_full_disk_is_named() -> None:
         save([1, 2], Path("/dev/full"))
 
 
-@pytest.mark.parametrize("argv", [["--prompts", "/nowhere/prompts"], ["--check"], ["--size", "x"], ["--temperature", "hot"]])
+WRONG = [
+    *(["--prompts", "/nowhere/prompts"], ["--check"], ["--size", "x"], ["--temperature", "hot"]),
+    *(["--size", "1000000"], ["--max-new-tokens", "64", "--context-length", "64"]),
+]
+
+
+@pytest.mark.parametrize("argv", WRONG)
 def test_flags_are_checked_before_the_engine_starts(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +112,7 @@ def test_the_model_writes_until_there_is_enough(
     from types import SimpleNamespace
 
     monkeypatch.setattr(hot_tokens, "Engine", Fake)
-    monkeypatch.setattr(hot_tokens, "load_hf_config", lambda _folder: SimpleNamespace(vocab_size=40, eos_ids=(30,)))
+    monkeypatch.setattr(hot_tokens, "load_hf_config", lambda _folder: SimpleNamespace(vocab_size=40, eos_ids=(30,), max_context_len=64))
     monkeypatch.setattr(hot_tokens.Tokenizer, "load", lambda *_args, **_options: None)
     monkeypatch.setattr(hot_tokens, "tokenised", lambda _tokenizer, prompts: [[1, 2]] * len(prompts))
     path = tmp_path / "map.pt"
@@ -115,4 +121,3 @@ def test_the_model_writes_until_there_is_enough(
     out = capsys.readouterr().out
     assert "7 of 40 tokens, from 270 in 135 answers" in out
     assert "they cover 100.00% of 30 tokens in 15 other answers" in out
-    assert hot_tokens.main(["--size", "41", "--output", str(path)]) == BAD_USE

@@ -29,6 +29,17 @@ from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 from runtime.text.tokenizer import Tokenizer
 
 
+def find_model(args: ServerArgs) -> ModelSource:
+    """The files of the model. Downloads and converts what is missing. Raises `ConfigError` if they cannot be found."""
+    return resolve_model(
+        args.model_path,
+        load_format=args.load_format,
+        tokenizer_path=args.tokenizer_path,
+        revision=args.revision,
+        download_dir=args.download_dir,
+    )
+
+
 def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     """Find the model and resolve the configuration. Downloads and converts what is missing; loads no weights.
 
@@ -36,13 +47,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         ConfigError: an option cannot take effect.
     """
     check(args)
-    source = resolve_model(
-        args.model_path,
-        load_format=args.load_format,
-        tokenizer_path=args.tokenizer_path,
-        revision=args.revision,
-        download_dir=args.download_dir,
-    )
+    source = find_model(args)
     args = with_embedded_draft(args, source.is_embedded)
     model_config = load_hf_config(source.weights_folder)
     facts = ModelFacts(

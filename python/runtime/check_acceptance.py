@@ -6,6 +6,7 @@ The same prompts run eagerly, through every graph runner, and without drafts.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from runtime.config.graphs import default_graph_sizes
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError, RequestError, ServingError, report
+from runtime.log import say
 from runtime.managers.messages import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.models.config import ModelConfig
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from runtime.model_executor.context import ReplayKind
     from runtime.model_executor.parity import Outcome
     from runtime.model_executor.worker import Worker
+
+log = logging.getLogger(__name__)
 
 EMBEDDED_PROMPTS = Path(__file__).parent / "assets" / "chat_prompts.jsonl"
 PROMPTS = {"type": Path, "metavar": "FILE", "help": "JSON or plain lines, one prompt each; default: 80 built-in prompts."}
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
         args = parse_shared(rest)
-        logging_setup.setup(args.log_level, "talon::check")
+        logging_setup.setup(args.log_level, "talon::check", args.log_format)
         config, model_config = prepare(args)
         texts = read_prompts(options.prompts, options.num_prompts)
         prompts = prompt_ids(texts, config, model_config, options.max_new_tokens)
@@ -167,12 +171,12 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
         with eagerly(worker.iteration_runners):
             graphs = session.run()
         whole = session.run() if worker.iteration_runners else graphs
-    print(side_by_side(eager.counters, graphs.counters))
+    say(side_by_side(eager.counters, graphs.counters), log)
     replays = [runner.replayed - first for runner, first in zip(worker.all_runners, before, strict=True)]
     lossless = plain is None or report_plain(plain, [*eager.tokens, *graphs.tokens], TIES[config.device.dtype])
     status = report_parity(worker, eager, graphs, replays)
     if whole != graphs:
-        print("acceptance or text differs where one graph runs a whole iteration")
+        say("acceptance or text differs where one graph runs a whole iteration", log)
         status = DIFFERENT
     return status if lossless else DIFFERENT
 
@@ -318,15 +322,14 @@ def report_plain(plain: list[PlainText], texts: list[list[int]], tie: float) -> 
     differ = [i for i, gap in gaps.items() if gap > 0]
     wrong = [i for i in differ if gaps[i] > tie]
     if wrong:
-        print(
+        say(
             f"the text of {len(wrong)} of {len(plain)} prompts is not that of plain decoding, first of prompt {min(wrong) + 1}: "
-            f"its first other token is less likely by {gaps[min(wrong)]:.3g} in log-probability (a tie is within {tie:g})"
+            f"its first other token is less likely by {gaps[min(wrong)]:.3g} in log-probability (a tie is within {tie:g})",
+            log,
         )
         return False
-    print(
-        f"the text is that of plain decoding for {len(plain) - len(differ)} of {len(plain)} prompts"
-        + (f"; the others differ first at a tie (within {tie:g} in log-probability)" if differ else "")
-    )
+    ties = f"; the others differ first at a tie (within {tie:g} in log-probability)" if differ else ""
+    say(f"the text is that of plain decoding for {len(plain) - len(differ)} of {len(plain)} prompts{ties}", log)
     return True
 
 
@@ -336,22 +339,22 @@ def report_parity(worker: Worker, eager: Outcome, graphs: Outcome, replays: list
 
     counted = list(zip(worker.all_runners, replays, strict=True))
     for runner, count in counted:
-        print(f"{runner.spec.name}: {count} replays" if runner.sizes else f"{runner.spec.name}: no graphs")
+        say(f"{runner.spec.name}: {count} replays" if runner.sizes else f"{runner.spec.name}: no graphs", log)
     # Graphs for short prompts need not be replayed: all given prompts may be long.
     unused = [runner.spec.name for runner, count in counted if runner in worker.runners and runner.sizes and not count]
     texts = [i for i, (a, b) in enumerate(zip(eager.tokens, graphs.tokens, strict=True)) if a != b]
     if unused:
         names = ", ".join(unused)
-        print(f"not compared: {names} replayed nothing; raise --max-new-tokens or --cuda-graph-max-bs, or lower --max-running-requests")
+        say(f"not compared: {names} replayed nothing; raise --max-new-tokens or --cuda-graph-max-bs, or lower --max-running-requests", log)
     if unreached := not_compared(eager.counters):
-        print(f"{unreached}; give more prompts or a better draft")
+        say(f"{unreached}; give more prompts or a better draft", log)
     if texts:
-        print(f"the text of {len(texts)} of {len(eager.tokens)} prompts differs, first of prompt {texts[0] + 1}")
+        say(f"the text of {len(texts)} of {len(eager.tokens)} prompts differs, first of prompt {texts[0] + 1}", log)
     if eager.counters != graphs.counters:
-        print("acceptance differs")
+        say("acceptance differs", log)
     if unused or eager != graphs:
         return DIFFERENT
-    print("acceptance and text are the same, eager and through graphs")
+    say("acceptance and text are the same, eager and through graphs", log)
     return 0
 
 

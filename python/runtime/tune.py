@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
         args = parse_shared(rest)
-        logging_setup.setup("warning" if args.log_level == "info" else args.log_level, "talon::tune")
+        logging_setup.setup("warning" if args.log_level == "info" else args.log_level, "talon::tune", args.log_format)
         tuning = tune(options, args)
         write_tuning(tuning, options.output)
     except (ServingError, KeyboardInterrupt) as error:

@@ -75,6 +75,15 @@ def test_sound_graphs_pass_and_the_table_shows_both_runs(command: list[str], cap
     assert int(rows[0][1].split("/")[0]) > 0, "nothing was accepted, so nothing was compared"
 
 
+def test_the_result_alone_is_on_stdout_in_the_form_of_the_log(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert check_acceptance.main([*command, "--num-prompts", "1", "--log-format", "json"]) == 0
+    out, err = capfd.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert {line["logger"] for line in lines} == {check_acceptance.__name__}
+    assert lines[-1]["message"] == "acceptance and text are the same, eager and through graphs"
+    assert '"logger": "runtime.config.device"' in err
+
+
 def test_positions_that_no_window_reached_are_named(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert check_acceptance.main([*command, "--speculative-synthetic-accept-length", "1,0,1"]) == 0
     assert "not compared: draft positions 3, which no window reached" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from runtime.config.speculative_tuning import (
     write_tuning,
 )
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.errors import BAD_USE, FAILED, ConfigError, ServingError, report
+from runtime.errors import BAD_USE, FAILED, INTERRUPTED, ConfigError, ServingError, report
 from runtime.launch_server import main as launch_server
 from runtime.model_executor.acceptance_averages import AcceptanceAverages
 from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
@@ -390,6 +391,16 @@ def test_prompts_are_checked_before_the_model_is_loaded(
     monkeypatch.delattr(tune, "open_worker")
     assert tune.main(command(*more)) == BAD_USE
     assert why in capsys.readouterr().err
+
+
+def test_lines_are_json_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(*_: object) -> None:
+        tune.log.warning("stopped")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tune", stop)
+    assert tune.main(["--output", str(tmp_path / "tuning.json"), "--log-format", "json"]) == INTERRUPTED
+    assert json.loads(capsys.readouterr().err)["message"] == "stopped"
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(

@@ -308,6 +308,19 @@ PIECES = {
 }
 
 
+@pytest.mark.parametrize("dense", [0, 2, 3])
+def test_any_number_of_dense_layers_matches_transformers(tmp_path: Path, dense: int) -> None:
+    """transformers names each layer's kind; published files count the dense ones."""
+    reference = Checkpoint("glm4-flash", tmp_path, mlp_layer_types=["dense"] * dense + ["sparse"] * (3 - dense))
+    for counted in (False, True):
+        if counted:
+            raw = json.loads((tmp_path / "config.json").read_text())
+            del raw["mlp_layer_types"]
+            (tmp_path / "config.json").write_text(json.dumps(raw | {"first_k_dense_replace": dense}))
+        logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["chunked prefill"])
+        torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+
+
 SHORT, LONG = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
 SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 10, "truncate": False, "beta_fast": 4.0},

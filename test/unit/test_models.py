@@ -63,7 +63,7 @@ from runtime.models.registry import FAMILIES as FAMILIES_BY_NAME
 from runtime.models.registry import build_model, load_hf_config, parse_hf_config
 from unit import toy_family
 from unit.latent import DEEPSEEK_EXPERTS, LATENT, YARN
-from unit.small_tokenizer import write_small_tokenizer
+from unit.small_tokenizer import reference, write_small_tokenizer
 from unit.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -765,6 +765,21 @@ def test_end_tokens_that_the_model_cannot_write_are_left_out(tmp_path: Path) -> 
     write_small_tokenizer(tmp_path)
     assert eos_ids_of(str(tmp_path), tiny_model(vocab_size=800, eos_ids=(7,))) == (7, 2)
     assert eos_ids_of(str(tmp_path), tiny_model(vocab_size=2, eos_ids=(1,))) == (1,)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_end_token_that_is_no_added_token_of_tokenizer_json_is_found(tmp_path: Path, listed: bool) -> None:
+    write_small_tokenizer(tmp_path)
+    definition, config = (json.loads((tmp_path / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
+    definition["added_tokens"] = [token for token in definition["added_tokens"] if token["content"] != config["eos_token"]]
+    if listed:
+        config["added_tokens_decoder"] = {"2": {"content": config["eos_token"], "special": True}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert eos_ids_of(str(tmp_path), tiny_model(vocab_size=800, eos_ids=())) == (reference(tmp_path).eos_token_id,) == (2,)
+    del config["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert eos_ids_of(str(tmp_path), tiny_model(vocab_size=800, eos_ids=(7,))) == (7,)
 
 
 def test_a_file_that_names_no_end_tokens_changes_nothing(tmp_path: Path) -> None:

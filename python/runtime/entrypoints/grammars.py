@@ -9,13 +9,16 @@ from runtime.constrained.compiler import GrammarCompiler
 from runtime.constrained.trial_process import TrialProcess
 from runtime.entrypoints.grammar_process import GrammarBackendConfig
 from runtime.models.config import ModelConfig
+from runtime.text.tokenizer import Tokenizer
 from runtime.text.tokenizer_files import tokenizer_eos_ids
 
 
 def eos_ids_of(tokenizer_path: str, model_config: ModelConfig) -> tuple[int, ...]:
     """The ids of the tokens that end a text, from the model's and the tokenizer's files."""
-    named = [token for token in tokenizer_eos_ids(Path(tokenizer_path)) if token < model_config.vocab_size]
-    return tuple(dict.fromkeys((*model_config.eos_ids, *named)))
+    # Only the loaded tokenizer knows the ids of tokens that tokenizer.json does not list as added ones.
+    named = tokenizer_eos_ids(Path(tokenizer_path)) or (Tokenizer.load(tokenizer_path).eos_id,)
+    known = (token for token in named if token is not None and token < model_config.vocab_size)
+    return tuple(dict.fromkeys((*model_config.eos_ids, *known)))
 
 
 def make_compiler(

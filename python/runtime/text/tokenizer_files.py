@@ -103,7 +103,7 @@ class _TokenIds(msgspec.Struct):
 
 
 def tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Return the id of the `eos_token` of the tokenizer's own files, if there is one. Reads only what is needed.
+    """The id of the `eos_token` of the tokenizer's own files, if tokenizer.json lists it as an added token. Reads no more than that.
 
     Raises:
         ConfigError: a file is missing or malformed.

@@ -37,6 +37,25 @@ def test_a_body_with_two_lengths_is_refused() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_an_empty_line_before_a_request_is_skipped(together: bool) -> None:
+    async def check() -> None:
+        async with front() as f:
+            body = b'{"prompt": "x"}'
+            request = b"\r\nPOST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            last = b"\r\nGET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+            reader, writer = await opened(f)
+            for part in [request * 2 + last] if together else [b"\r\n", request[2:], b"\r\n", request[2:], last]:
+                writer.write(part)
+                await asyncio.sleep(0.05)
+            answer = await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            assert answer.count(b"HTTP/1.1 200") == 3
+            assert (await raw(f, b"\r\n" + last)).startswith(b"HTTP/1.1 400"), "two empty lines"
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("path", [b"/health", b"/get_server_info"])
 def test_a_bad_chunk_is_a_400_without_a_traceback(path: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:

@@ -97,6 +97,14 @@ class BoundedConnection(H11Protocol):
         self._read_on()
         self._watch()
 
+    def handle_events(self) -> None:
+        """Process requests. An empty line before a request is skipped, as servers should do (RFC 9112, 2.2)."""
+        if self.conn.their_state is h11.IDLE and (data := self.conn.trailing_data[0]).startswith(b"\r\n"):
+            self.conn = h11.Connection(h11.SERVER, MAX_HEADER_BYTES)  # h11 cannot drop received data
+            if len(data) > 2:  # receiving nothing means the end of the connection
+                self.conn.receive_data(data[2:])
+        super().handle_events()
+
     def _read_on(self) -> None:
         """Keep reading while a request is answered, even if the next one has begun; otherwise uvicorn would not notice a disconnect."""
         if self.conn.their_state is h11.DONE and self.flow.read_paused and len(self.conn.trailing_data[0]) < PIPELINED_BYTES:

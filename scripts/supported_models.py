@@ -20,6 +20,7 @@ from runtime.config.quant_config import CPU_ONLY, STORED_ONLY, Quantization
 from runtime.layers.quantization import registry as quantization
 from runtime.layers.quantization.scheme import QuantScheme
 from runtime.model_files import gguf_config
+from runtime.models.config_fields import BASE_CLASSES
 from runtime.models.draft_config import DFLASH_CLASS, DRAFT_FAMILIES
 from runtime.models.eagle3_layout import EAGLE3_CLASS, Eagle3Layout
 from runtime.models.quant_fields import SUPPORTED
@@ -91,7 +92,8 @@ def page() -> str:
         "transformers. Checkpoints are safetensors files with Hugging Face's tensor names: `model.safetensors` alone if there is one, else "
         "the files that the index names, or all. An LM head in them that is not the embedding is used even if `tie_word_embeddings` is "
         "true. The names of a dense model may lack the prefix `model.`, as in checkpoints of embedding models (Qwen3-Embedding), which "
-        "have no LM head. "
+        "have no LM head; their class may also be "
+        f"{listed(BASE_CLASSES)}. "
         f"{listed([*gguf_config.CLASSES.values(), gguf_config.WINDOW_CLASS])} may also be GGUF files.\n",
         table(("class", "family", "MTP draft"), architectures()),
         "## Quantisation\n\nWeights in bfloat16, float16 and float32 load with any `--dtype`. A checkpoint's "

@@ -16,6 +16,7 @@ from runtime.model_executor.model_loader import load_model, named
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.model_files import tied_head
 from runtime.model_files.checkpoint_folder import INDEX, SourceFlags, check_shards, safetensors_files
+from runtime.models.config_fields import BASE_CLASSES
 from runtime.models.draft_config import load_draft_config
 from runtime.models.file_tensor import FileTensor, read_packed
 from unit.test_models import Checkpoint, Runner, loaded
@@ -83,6 +84,15 @@ def test_a_model_saved_without_its_head_gives_the_same_states(tmp_path: Path, ti
     torch.testing.assert_close(hidden, checkpoint.hidden[-1][0], rtol=1e-4, atol=1e-3)
     assert model.config.tie_embeddings
     assert ("no LM head" in caplog.text) != tied
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2", "qwen3"])
+def test_a_base_class_gives_the_same_states(tmp_path: Path, family: str) -> None:
+    checkpoint = Checkpoint(family, tmp_path, tie_word_embeddings=False)
+    checkpoint.reference.model.save_pretrained(tmp_path)  # as e5-mistral: names without `model.`, the class without a head
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"][0] in BASE_CLASSES
+    hidden, _ = Runner(loaded(tmp_path), 16).hidden(checkpoint.ids, 0, ForwardMode.EXTEND)
+    torch.testing.assert_close(hidden, checkpoint.hidden[-1][0], rtol=1e-4, atol=1e-3)
 
 
 def test_a_tensor_is_read_by_slice(tmp_path: Path) -> None:

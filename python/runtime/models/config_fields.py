@@ -12,6 +12,8 @@ MAX_NUMBER = 1e300
 MAX_SIZE = 2**31 - 1
 """The largest size or token id."""
 MAX_LAYERS = 10_000
+BASE_CLASSES = {f"{name}Model": f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+"""Classes without an LM head, as embedding models are saved, and those with one."""
 
 
 class ConfigFields:
@@ -140,11 +142,11 @@ class ConfigFields:
         return ids
 
     def architecture(self) -> str:
-        """The one class name in `architectures`."""
+        """The one class name in `architectures`; for one of `BASE_CLASSES`, that of the class with an LM head."""
         names = self.get("architectures", [])
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise self.error(f"architectures is {names!r}; it must name exactly one model class")
-        return names[0]
+        return BASE_CLASSES.get(names[0], names[0])
 
     def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         """The dtype that the weights were saved in; float32 if none is named."""

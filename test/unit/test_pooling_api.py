@@ -7,6 +7,7 @@ import base64
 import math
 import struct
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,6 +113,23 @@ def test_documents_are_ranked_by_the_likelihood_of_the_query() -> None:
             assert ranks[1]["meta_info"] == {"prompt_tokens": len(asked.input_ids)}
             short = (await f.post("/v1/rerank", {**body, "top_n": 2, "return_documents": False})).json()
             assert [set(rank) for rank in short] == [{"index", "score", "meta_info"}] * 2
+
+    run(check())
+
+
+def test_a_checkpoint_without_a_head_gives_embeddings_only() -> None:
+    async def check() -> None:
+        async with front() as f:
+            f.manager.model_config = replace(f.manager.model_config, no_head=True)
+            assert (await f.post("/v1/embeddings", {"input": "a"})).status_code == 200
+            assert not (await f.client.get("/get_model_info")).json()["is_generation"]
+            assert (await f.client.get("/health_generate")).status_code == 200
+            score = {"query": "q", "items": ["a"], "label_token_ids": [1]}
+            paths = {"/v1/completions": {"prompt": "a"}, "/generate": {"text": "a"}, "/v1/score": score}
+            for path, body in (paths | {"/v1/rerank": {"query": "q", "documents": ["a"]}}).items():
+                answer = await f.post(path, body)
+                assert answer.status_code == 400
+                assert "The checkpoint has no LM head" in answer.text
 
     run(check())
 

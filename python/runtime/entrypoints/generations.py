@@ -144,6 +144,9 @@ class Generations:
 
 async def _price(manager: TokenizerManager, call: Call) -> list[tuple[list[int], SamplingParams]]:
     """Tokenise all prompts and check the cost of the call, before anything is submitted."""
+    pooling = call.options.pooling
+    if manager.model_config.no_head and (pooling is None or pooling.kind == "labels"):
+        raise RequestError("The checkpoint has no LM head, so the model cannot generate or score text. Use /v1/embeddings.")
     cost = manager.new_cost()
     cost.check_samples(len(call.prompts), call.options.n)
     priced: list[tuple[list[int], SamplingParams]] = []

@@ -158,6 +158,7 @@ class ModelConfig:
         embed_scale: factor applied to the embeddings, rounded to the model's dtype.
         final_softcap: c in logits = c * tanh(logits / c); 0 for none.
         weight_prefix: of the names of the decoder's tensors.
+        no_head: whether the checkpoint lacks the LM head, so that the model gives hidden states only.
         unused_weights: beginnings of names that the checkpoint may hold and the decoder does not use.
     """
 
@@ -199,6 +200,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     final_softcap: float = 0.0
     weight_prefix: str = "model."
+    no_head: bool = False
     unused_weights: tuple[str, ...] = ()
 
     def of_layer(self, layer: int) -> ModelConfig:

@@ -109,9 +109,10 @@ def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
         log.info("no layer for multi-token prediction, although config.json counts one: %s", folder)
         config = replace(config, mtp=None)
     if EMBEDDING in names and config.weight_prefix + EMBEDDING not in names:  # a model saved without its head, as embedding models are
-        if not config.tie_embeddings and HEAD not in names:
-            log.warning("no LM head in %s: its embeddings are those of the model, but text that it generates is not", folder)
-        config = replace(config, weight_prefix="", tie_embeddings=config.tie_embeddings or HEAD not in names)
+        no_head = not config.tie_embeddings and HEAD not in names
+        if no_head:
+            log.warning("no LM head in %s: the model can give embeddings, but cannot generate text", folder)
+        config = replace(config, weight_prefix="", tie_embeddings=config.tie_embeddings or no_head, no_head=no_head)
     if not config.tie_embeddings or not has_own_head(Path(folder), config.weight_prefix + EMBEDDING):
         return config
     log.info("the LM head is not the embedding, although config.json has tie_word_embeddings: %s", folder)

@@ -126,7 +126,7 @@ class AdminApi:
                 "model_path": config.model.model_path,
                 "tokenizer_path": config.model.tokenizer_path,
                 "served_model_name": config.model.served_model_name,
-                "is_generation": True,
+                "is_generation": not model.no_head,
                 "architecture": model.architecture,
                 "weights": config.weights,
                 "vocab_size": model.vocab_size,

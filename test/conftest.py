@@ -23,9 +23,9 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)  # without certificates:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
-    """Let the processes of pytest-xdist begin as forks of one that has imported torch: CUDA does not survive a fork."""
+    """Let the processes of pytest-xdist begin as forks of one that has imported torch and the tests: CUDA does not survive a fork."""
     forks = session.config.pluginmanager.has_plugin("dsession") and not shutil.which("nvidia-smi")
-    with warm_start(runs_tests=True) if forks else nullcontext():
+    with warm_start(session.config.args) if forks else nullcontext():
         return (yield)
 
 

@@ -21,7 +21,6 @@ import multiprocessing.context
 import os
 import pickle
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -30,9 +29,11 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import setproctitle
@@ -281,9 +282,9 @@ class WarmStart:
 
     born_with: ClassVar[WarmProcess | None] = None
 
-    def __init__(self, runs_tests: bool = False) -> None:
-        """`runs_tests`: start processes that run tests."""
-        self._process, WarmStart.born_with = WarmStart.born_with or _start_warm_process(runs_tests), None
+    def __init__(self, tests: Sequence[str] = ()) -> None:
+        """`tests`: files and folders of tests that the processes to start run; none for other programs."""
+        self._process, WarmStart.born_with = WarmStart.born_with or _start_warm_process(tests), None
         self._lock = threading.Lock()
         start = self.start
 
@@ -313,19 +314,19 @@ class WarmStart:
         self._process.wait()
 
 
-def _start_warm_process(runs_tests: bool) -> WarmProcess:
+def _start_warm_process(tests: Sequence[str]) -> WarmProcess:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path = os.pathsep.join([str(TEST.parent / "python"), str(TEST), str(TEST.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", "from warm_start import main; main()", str(theirs.fileno()), *(["tests"] if runs_tests else [])]
+    command = [sys.executable, "-c", "from warm_start import main; main()", str(theirs.fileno()), *tests]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
     theirs.close()
     return WarmProcess(ours, process.wait)
 
 
 @contextlib.contextmanager
-def warm_start(runs_tests: bool = False) -> Iterator[WarmStart]:
-    """`subprocess.Popen` forks a warm process."""
-    usual, warm = subprocess.Popen, WarmStart(runs_tests)
+def warm_start(tests: Sequence[str] = ()) -> Iterator[WarmStart]:
+    """`subprocess.Popen` forks a warm process. `tests`: those that the forks run, if they are processes that run tests."""
+    usual, warm = subprocess.Popen, WarmStart(tests)
     subprocess.Popen = warm.Popen  # type: ignore[misc]
     try:
         yield warm
@@ -465,23 +466,46 @@ def shorten_measurement() -> None:
 
 def main() -> None:
     """The warm process: start what it is asked for until the socket closes."""
-    asked, runs_tests = socket.socket(fileno=int(sys.argv[1])), "tests" in sys.argv[2:]
+    asked, tests = socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle("warm start")  # finds the place of the title, which is lost with the first environment
     gc.disable()  # collections during imports find next to nothing, and visit more objects each time
-    for name in (*IMPORTED, *(IMPORTED_BY_TESTS if runs_tests else ())):
+    for name in (*IMPORTED, *(IMPORTED_BY_TESTS if tests else ())):
         importlib.import_module(name)
+    changed = import_tests(tests) if tests else {}
     gc.collect()
     gc.enable()
-    if runs_tests:
-        start_programs(asked)
+    if tests:
+        start_programs(asked, changed)
     else:
         start_our_programs(asked)
+    os._exit(0)  # without the second that the interpreter takes to delete all modules
+
+
+def import_tests(tests: Sequence[str]) -> dict[str, str]:
+    """Import all files of `tests` by a collection of pytest, which takes each process that runs tests two seconds of a core, and more in a
+    fresh clone, where it also compiles them. What fails is left to those processes, which report it.
+
+    Returns:
+        the environment variables that the files set while they are imported.
+    """
+    import pytest
+
+    before = dict(os.environ)
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        pytest.main([*tests, "--collect-only", "-n0", "-p", "no:cacheprovider"])
+    for name, count in Counter(path.stem for path in TEST.glob("*/test_*.py")).items():
+        if count > 1:  # pytest refuses a file of another folder under the name of a module
+            sys.modules.pop(name, None)
+    gc.unfreeze()  # conftest.py froze what collected the tests
+    assert len(os.listdir("/proc/self/task")) == 1, "a file of tests starts threads when it is imported; forks would lack them"
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
 def start_our_programs(asked: socket.socket) -> None:
     """When the first program is asked for, prepare what each of them would read or compute, then start programs."""
-    select.select([asked], [], [])
+    if not asked.recv(1, socket.MSG_PEEK):
+        return  # closed before it was of use
     keep_tokenizer()
     keep_weights()
     make_body_schemas()
@@ -505,8 +529,8 @@ def use_large_pages() -> None:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
 
 
-def start_programs(asked: socket.socket) -> None:
-    """Start what is asked for until the socket closes."""
+def start_programs(asked: socket.socket, variables: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Start what is asked for until the socket closes. `variables`: environment variables for programs that run tests."""
     use_large_pages()
     while True:
         order, fds, *_ = socket.recv_fds(asked, 1 << 20, 64)
@@ -514,6 +538,8 @@ def start_programs(asked: socket.socket) -> None:
             asked.close()
             return
         program: Program = pickle.loads(order)
+        if program.runs_tests:
+            program = replace(program, environment={**program.environment, **variables})
         mine, its = os.pipe()
         between = os.fork()
         if not between:  # ends at once, so that its child becomes the child of the process that asked

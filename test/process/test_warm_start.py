@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -12,7 +14,9 @@ from execnet.gateway_io import popen_args
 from execnet.xspec import XSpec
 from safetensors import safe_open
 
+import warm_start
 from process import fake
+from process.conftest import ROOT
 from runtime.config.flag_parser import from_fields
 from runtime.constrained import llguidance_backend
 from runtime.entrypoints.prepare import prepare
@@ -24,6 +28,9 @@ from runtime.model_files.embedded import embedded_folder
 from runtime.models.weights import WeightTable
 from runtime.text.tokenizer import Tokenizer
 from warm_start import keep_tokenizer, keep_weights, program_of
+
+IMPORTER = os.getpid()
+"""The process that imported this file."""
 
 
 def starts_warm() -> bool:
@@ -48,6 +55,19 @@ def test_processes_that_run_tests_begin_as_forks() -> None:
     program = program_of(popen_args(XSpec("popen//execmodel=main_thread_only")), os.environ, "/", new_session=False)
     assert program is not None
     assert program.runs_tests
+
+
+def test_files_of_tests_are_imported_before_processes_that_run_them_begin() -> None:
+    forks = "PYTEST_XDIST_WORKER" in os.environ and not shutil.which("nvidia-smi")
+    assert (os.getpid() != IMPORTER) == forks
+    assert "train_eagle" not in sys.modules or str(ROOT / "python") in os.environ["PYTHONPATH"], "a variable that a file sets"
+
+
+def test_a_warm_process_that_starts_nothing_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(warm_start, "keep_tokenizer", lambda: pytest.fail("it reads a tokenizer"))
+    ours.close()
+    warm_start.start_our_programs(theirs)
 
 
 def test_a_kept_tokenizer_is_that_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,7 @@ from unit.json_schemas import Schemas
 
 COUNT = 200
 BIASES = {'"': 9.0, "}": 4.0, "]": 4.0, " ": -4.0, "\n": -6.0, "\t": -6.0, "\r": -6.0, " \n": -6.0, "\n ": -6.0}
-CLOSING = {json_tokenizer().encode(text, False)[0]: bias for text, bias in BIASES.items()}
-"""A bias that keeps strings, lists and white space short."""
+"""They keep strings, lists and white space short."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,8 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 def answers(folder: Path, algorithm: str | None, temperature: float, schemas: list[str], compiler: GrammarCompiler) -> Served:
     worker = constrained_worker(folder, algorithm, runtime={"max_running_requests": 40, "max_total_tokens": 16384})
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=80, logit_bias=CLOSING)
+    closing = {json_tokenizer().encode(text, False)[0]: bias for text, bias in BIASES.items()}
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=80, logit_bias=closing)
     asks = [
         GenerateReq(rid=str(i), input_ids=[3 + i], sampling=SamplingParams(**{**as_dict(sampling), "json_schema": schema}), seed=i)
         for i, schema in enumerate(schemas)

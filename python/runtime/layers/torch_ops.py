@@ -38,14 +38,14 @@ class TorchOps:
         self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False
     ) -> Stream:
         """`table[ids] * scale` in float32."""
-        h = F.embedding(ids, table).float()
+        h = torch.embedding(table, ids).float()
         return Stream(h if scale == 1.0 else h.mul_(scale), in_prompt=in_prompt)
 
     def join(
         self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Embeddings concatenated with hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
-        token, state = F.embedding(ids, table), states
+        token, state = torch.embedding(table, ids), states
         if layout.blank_start:
             token = token.masked_fill(positions[:, None] == 0, 0.0)
         if layout.norms is not None:

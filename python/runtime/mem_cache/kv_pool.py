@@ -122,6 +122,8 @@ class PageTable:
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The slot of each (row, position); int64 of any one shape -> int64 of that shape."""
+        if self.page_size == 1:
+            return self.pages[rows, positions].to(torch.int64)
         page = self.pages[rows, positions // self.page_size].to(torch.int64)
         return page * self.page_size + positions % self.page_size
 

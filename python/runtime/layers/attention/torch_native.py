@@ -109,10 +109,11 @@ class TorchNativeAttention(AttentionBackend):
         if count > self._table.max_pages:
             pages = F.pad(pages, (0, count - self._table.max_pages))
         pages = pages.reshape(-1).to(torch.int64)
-        if len(rows) == 1 and pages.device.type == "cpu":
-            first = int(pages[0])
-            in_pool = first + count <= len(self._pool.k[0])
-            if in_pool and torch.equal(pages[:used], torch.arange(first, first + used)):
+        if rows.shape[0] == 1 and pages.device.type == "cpu":
+            listed = pages.numpy()
+            first = int(listed[0])
+            in_pool = first + count <= self._pool.k[0].shape[0]
+            if in_pool and np.array_equal(listed[:used], np.arange(first, first + used)):
                 return slice(first * size, first * size + num_keys), num_keys
         return pages, num_keys
 
@@ -195,7 +196,7 @@ def stable_attention(
         out = _attention_with_sinks(rows, k, v, mask, layer.scale, layer.sinks.float().view(-1, group).repeat(1, width))
     if out.shape[2:] != (count, layer.kv.value_dim):
         out = out[:, :, :count, : layer.kv.value_dim]
-    return out.reshape(batch, 1, -1) if width == 1 else out.unflatten(2, (width, group)).transpose(1, 2).flatten(2)
+    return out.reshape(batch, 1, -1) if width == 1 else out.view(*out.shape[:2], width, group, -1).transpose(1, 2).flatten(2)
 
 
 def _attention_with_sinks(
@@ -214,7 +215,10 @@ def _attention_with_sinks(
 def mask_rows(mask: torch.Tensor, group: int, shapes: StableShapes) -> torch.Tensor:
     """`mask` [B, 1, q, S] repeated for the rows of `stable_attention`; a single row is broadcast."""
     width = mask.shape[2]
-    return mask if width == 1 else F.pad(mask.repeat_interleave(group, dim=2), (0, 0, 0, shapes.missing_rows(width * group)))
+    if width == 1:
+        return mask
+    rows, missing = mask if group == 1 else mask.repeat_interleave(group, dim=2), shapes.missing_rows(width * group)
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def head_kinds(shape: AttentionShape) -> frozenset[HeadKind]:
@@ -225,7 +229,8 @@ def head_kinds(shape: AttentionShape) -> frozenset[HeadKind]:
 
 def uneven(seq_lens: npt.NDArray[np.int32]) -> bool:
     """Whether attention is faster for each request separately than for all together, padded to the longest."""
-    return seq_lens.max() - seq_lens.mean() > PADDED_KEYS
+    lens = seq_lens.tolist()  # numpy takes ten times as long for a few requests
+    return max(lens) * len(lens) - sum(lens) > PADDED_KEYS * len(lens)
 
 
 def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
@@ -249,13 +254,13 @@ def gather(slots: torch.Tensor, segment: Segment, page_size: int) -> torch.Tenso
     """Keys or values of each request, [B', G, S, dim], from `slots` of all requests; a view if pages are consecutive."""
     if isinstance(segment.pages, slice):
         return slots[segment.pages].transpose(0, 1).unsqueeze(0)
-    pages = slots.unflatten(0, (-1, page_size)).index_select(0, segment.pages)
-    return pages.view(len(segment.query_pos), -1, *slots.shape[1:])[:, : segment.num_keys].transpose(1, 2)
+    pages = slots.view(-1, page_size, *slots.shape[1:]).index_select(0, segment.pages)
+    return pages.view(segment.query_pos.shape[0], -1, *slots.shape[1:])[:, : segment.num_keys].transpose(1, 2)
 
 
 def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:
     """The key index of each of the last `width` tokens: int32 [B] -> int64 [B, width]."""
-    return seq_lens.to(torch.int64)[:, None] - width + torch.arange(width, device=seq_lens.device)
+    return seq_lens[:, None] + torch.arange(-width, 0, device=seq_lens.device)
 
 
 def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, causal: bool = True) -> torch.Tensor:

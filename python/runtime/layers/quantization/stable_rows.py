@@ -46,7 +46,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, in_
     """`F.linear` of `x` [T, in]. In bfloat16 on a CPU a row has the same bits for any number of other rows, if `row_sizes` finds a way.
     In prompts it may have others than in other passes.
     """
-    if x.device.type != "cpu" or x.dtype is not torch.bfloat16:
+    if x.dtype is not torch.bfloat16 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
     sizes = row_sizes(*weight.shape)
     return in_blocks(x, weight, bias, sizes.prompts if in_prompt else sizes.steps)

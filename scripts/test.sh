@@ -28,13 +28,13 @@ checks() {
 said=$(mktemp) failed=0
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$said"' EXIT
 checks >"$said" 2>&1 &
-# Four workers for two cores, because one waits in the storm and the others often wait for servers, with one file of tests at a time
+# Five workers for two cores, because one waits in the storm and the others often wait for servers, with one file of tests at a time
 # each; -n 0 runs all tests in one process. One torch thread per process: tests run real servers side by side. Files keep their order, so
 # that the long ones under test/process start first. PYTHONDONTWRITEBYTECODE would make every interpreter that a test starts compile all
 # modules again.
 # The storm lasts 90 s here, in which every process is killed; with pytest alone it lasts 12 s.
 export TALON_STORM_MINUTES=${TALON_STORM_MINUTES:-1.5}
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@" || failed=$?
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= python -m pytest -n 5 --dist loadfile --no-loadscope-reorder "$@" || failed=$?
 wait $! || failed=1
 cat "$said"
 exit $failed

@@ -40,8 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude those modules from later collections: each full one would visit them again."""
+    """Exclude those modules from later collections: each full one would visit them again. Small tests make little garbage."""
     gc.freeze()
+    gc.set_threshold(5000, 10, 10)
     gc.enable()
 
 

@@ -155,7 +155,7 @@ def test_json_logs_of_two_nodes_have_no_other_lines(model: Path) -> None:
 
 def test_a_signal_to_all_nodes_drains(model: Path) -> None:
     with two_nodes(model) as (first, other):
-        stream = first.stream(400)
+        stream = first.stream(120)
         other.process.send_signal(signal.SIGTERM)
         first.process.send_signal(signal.SIGTERM)
         assert stream.join(PATIENCE)

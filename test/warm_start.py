@@ -62,6 +62,8 @@ READ_BY_US = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 """Those of them that a fork heeds all the same. torch sets the last one itself while it is imported."""
 USUAL_NICENESS = os.getpriority(os.PRIO_PROCESS, 0)
 """Of the tests: this module is imported by them, and by the process that they start warm programs from."""
+HEAD_DIMS = (16, 64)
+"""Of the tests' tiny models, and of the embedded model."""
 LARGE_PAGE = 1 << 21
 _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
@@ -457,6 +459,16 @@ def resolve_config_types() -> None:
     msgspec.json.Decoder(RuntimeConfig)
 
 
+def find_shapes() -> None:
+    """Find by trial the shapes of attention of the tests' tiny models and of the embedded model: each rank would take 0.05 s of a core."""
+    import torch
+
+    from runtime.layers.attention.stable_shapes import HeadKind, find_stable_shapes
+
+    for head_dim in HEAD_DIMS:
+        find_stable_shapes(frozenset({HeadKind(head_dim, head_dim, torch.float32)}))
+
+
 def shorten_measurement() -> None:
     """Let depth controllers start from the first times that they measure: all of them take two seconds of a core of each server."""
     from runtime.model_executor import depth_costs
@@ -510,6 +522,7 @@ def start_our_programs(asked: socket.socket) -> None:
     keep_weights()
     make_body_schemas()
     resolve_config_types()
+    find_shapes()
     shorten_measurement()
     gc.collect()
     start_programs(asked)

@@ -20,11 +20,13 @@ from process.conftest import ROOT
 from runtime.config.flag_parser import from_fields
 from runtime.constrained import llguidance_backend
 from runtime.entrypoints.prepare import prepare
+from runtime.layers.attention.stable_shapes import HeadKind, find_stable_shapes
 from runtime.layers.quantization.int4 import quantize_groups
 from runtime.model_executor import model_loader
 from runtime.model_executor.context import AS_CONFIGURED, make_context
 from runtime.model_files.cache_folder import default_cache_dir
 from runtime.model_files.embedded import embedded_folder
+from runtime.models.registry import load_hf_config
 from runtime.models.weights import WeightTable
 from runtime.text.tokenizer import Tokenizer
 from warm_start import keep_tokenizer, keep_weights, program_of
@@ -85,6 +87,16 @@ def test_a_kept_tokenizer_is_that_of_the_files(monkeypatch: pytest.MonkeyPatch) 
     assert kept.encode_chat(messages) == read.encode_chat(messages)
     template = "{{ messages[0]['content'] }}"
     assert Tokenizer.load(folder, chat_template=template).encode_chat(messages) != kept.encode_chat(messages)
+
+
+def test_the_shapes_of_served_models_are_known(tmp_path: Path) -> None:
+    """Forks need not find them by trial."""
+    warm_start.find_shapes()
+    known = find_stable_shapes.cache_info()
+    for folder in (fake.dummy_model(tmp_path / "tiny"), embedded_folder(default_cache_dir())):
+        dim = load_hf_config(folder).head_dim
+        find_stable_shapes(frozenset({HeadKind(dim, dim, torch.float32)}))
+    assert find_stable_shapes.cache_info().misses == known.misses
 
 
 @pytest.mark.skipif(torch.get_num_threads() > 1, reason="weights are kept where torch has one thread")

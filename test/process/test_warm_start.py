@@ -15,6 +15,7 @@ from execnet.xspec import XSpec
 from safetensors import safe_open
 
 import warm_start
+import warm_state
 from process import fake
 from process.conftest import ROOT
 from runtime.config.flag_parser import from_fields
@@ -29,7 +30,8 @@ from runtime.model_files.embedded import embedded_folder
 from runtime.models.registry import load_hf_config
 from runtime.models.weights import WeightTable
 from runtime.text.tokenizer import Tokenizer
-from warm_start import keep_tokenizer, keep_weights, program_of
+from warm_start import program_of
+from warm_state import find_shapes, keep_tokenizer, keep_weights
 
 IMPORTER = os.getpid()
 """The process that imported this file."""
@@ -67,7 +69,7 @@ def test_files_of_tests_are_imported_before_processes_that_run_them_begin() -> N
 
 def test_a_warm_process_that_starts_nothing_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    monkeypatch.setattr(warm_start, "keep_tokenizer", lambda: pytest.fail("it reads a tokenizer"))
+    monkeypatch.setattr(warm_state, "prepare", lambda: pytest.fail("it prepares"))
     ours.close()
     warm_start.start_our_programs(theirs)
 
@@ -91,7 +93,7 @@ def test_a_kept_tokenizer_is_that_of_the_files(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_shapes_of_served_models_are_known(tmp_path: Path) -> None:
     """Forks need not find them by trial."""
-    warm_start.find_shapes()
+    find_shapes()
     known = find_stable_shapes.cache_info()
     for folder in (fake.dummy_model(tmp_path / "tiny"), embedded_folder(default_cache_dir())):
         dim = load_hf_config(folder).head_dim

@@ -366,21 +366,25 @@ def main() -> None:
 
 def import_tests(tests: Sequence[str]) -> dict[str, str]:
     """Import all files of `tests` by a collection of pytest, which takes each process that runs tests two seconds of a core, and more in a
-    fresh clone, where it also compiles them. What fails is left to those processes, which report it.
+    fresh clone, where it also compiles them. What fails is left to those processes, which report it. Nothing is imported if torch has
+    several threads, because files may start them, and they do not survive a fork.
 
     Returns:
         the environment variables that the files set while they are imported.
     """
     import pytest
+    import torch
 
-    before = dict(os.environ)
+    if torch.get_num_threads() > 1:
+        return {}
+    before, threads = dict(os.environ), os.listdir("/proc/self/task")
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         pytest.main([*tests, "--collect-only", "-n0", "-p", "no:cacheprovider"])
     for name, count in Counter(path.stem for path in TEST.glob("*/test_*.py")).items():
         if count > 1:  # pytest refuses a file of another folder under the name of a module
             sys.modules.pop(name, None)
     gc.unfreeze()  # conftest.py froze what collected the tests
-    assert len(os.listdir("/proc/self/task")) == 1, "a file of tests starts threads when it is imported; forks would lack them"
+    assert os.listdir("/proc/self/task") == threads, "a file of tests starts threads when it is imported; forks would lack them"
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 

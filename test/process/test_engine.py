@@ -13,10 +13,11 @@ import numpy as np
 import psutil
 import pytest
 
-from fake_worker import alone
+from fake_worker import alone, pooled
 from process.fake import CONTEXT, dummy_model, fake_limits, scheduler_command
 from runtime import Engine
 from runtime.errors import ConfigError, RequestError, ServerDraining, ServingError, WorkerDied
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from unit.small_tokenizer import write_small_tokenizer
 
@@ -113,6 +114,26 @@ def test_log_probabilities_stand_beside_the_tokens(engine: Engine) -> None:
     assert all(len(row) == 2 for row in meta["output_top_logprobs"])
 
 
+def test_embeddings_and_scores_are_those_of_the_worker(engine: Engine) -> None:
+    def embedding(*ids: int) -> dict[str, object]:
+        vector = pooled(Pooling(kind="mean"), ids).astype(float)
+        return {"embedding": pytest.approx(vector / np.linalg.norm(vector)), "meta_info": {"prompt_tokens": len(ids)}}
+
+    def probabilities(*ids: int) -> object:
+        return pytest.approx(np.exp(pooled(Pooling(kind="labels", label_ids=(9, 10)), ids).astype(float)))
+
+    assert engine.encode([5, 6, 7]) == embedding(5, 6, 7)
+    assert engine.encode([(5, 6, 7), [8]]) == [embedding(5, 6, 7), embedding(8)]
+    assert engine.encode(["ab"]) == [asyncio.run(engine.async_encode("ab"))]
+    short = np.array(engine.encode([5, 6, 7])["embedding"][:2])
+    assert engine.encode([5, 6, 7], dimensions=2)["embedding"] == pytest.approx(short / np.linalg.norm(short))
+    assert engine.score([5, 6], [[7], [8]], [9, 10]) == [probabilities(5, 6, 7), probabilities(5, 6, 8)]
+    (shares,) = asyncio.run(engine.async_score([5, 6], [[7]], [9, 10], apply_softmax=True, item_first=True))
+    assert sum(shares) == pytest.approx(1.0)
+    first, second = engine.score([7], [[5, 6]], [9, 10])[0]
+    assert shares == pytest.approx([first / (first + second), second / (first + second)])
+
+
 def test_it_works_inside_a_running_loop(engine: Engine) -> None:
     async def body() -> None:
         whole, other = await asyncio.gather(
@@ -169,6 +190,14 @@ def test_bad_calls_are_refused_by_name_and_the_engine_goes_on(engine: Engine) ->
         (lambda: engine.generate("a", {"stop": ["\ud800"]}), "sampling_params.stop"),
         (lambda: engine.generate("a", {"stop_token_ids": 5}), "sampling_params.stop_token_ids"),
         (lambda: engine.generate("a", {"logit_bias": {True: 1}}), "sampling_params.logit_bias"),
+        (lambda: engine.encode([]), "prompt"),
+        (lambda: engine.encode(None), "prompt"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.encode([5000]), "prompt"),
+        (lambda: engine.encode("a", dimensions=0), "dimensions"),
+        (lambda: engine.encode("a", dimensions=5000), "dimensions"),
+        (lambda: engine.score([5], [[6]], []), "label_token_ids"),
+        (lambda: engine.score([5], [[6]], [5000]), "label_token_ids"),
+        (lambda: engine.score("a", [[6]], [7]), "items"),
     ):
         with pytest.raises(RequestError) as caught:
             call()

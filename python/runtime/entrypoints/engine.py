@@ -10,9 +10,12 @@ from typing import Any, TypeVar
 
 from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
-from runtime.entrypoints.engine_call import PromptBody, SamplingLike, read_call
+from runtime.entrypoints.engine_call import PromptBody, SamplingLike, read_call, read_encode
 from runtime.entrypoints.generations import Generations
+from runtime.entrypoints.http.body_schema import read_body
 from runtime.entrypoints.native.output import Output, Outputs
+from runtime.entrypoints.pooling.pooler import Pooler
+from runtime.entrypoints.pooling.protocol import ScoreBody
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
 from runtime.entrypoints.tasks import cancel
@@ -26,12 +29,12 @@ MAX_OPEN = 256
 
 
 class Engine:
-    """Generates text for this Python process; the model runs in child processes.
+    """Generates text, embeddings and scores for this Python process; the model runs in child processes.
 
         with Engine(model_path="...") as engine:
             print(engine.generate("The capital of France is", {"temperature": 0})["text"])
 
-    Options are the server's flags with underscores. `async_generate` works inside a running event loop.
+    Options are the server's flags with underscores. Methods that begin with `async_` work inside a running event loop.
 
     Raises:
         ConfigError: an option does not exist or cannot take effect.
@@ -127,6 +130,61 @@ class Engine:
         outputs = await asyncio.wrap_future(self._submit(self._all(bodies)))
         return outputs if many else outputs[0]
 
+    # ---- numbers instead of text
+
+    def encode(self, prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], *, dimensions: int | None = None) -> Any:
+        """Embed one prompt or several: pooled hidden states, scaled to length 1, as /v1/embeddings returns them.
+
+        Args:
+            prompt: a text, token ids, or a list of either.
+            dimensions: keep this many values of each embedding.
+
+        Returns:
+            `{"embedding": list of float, "meta_info": {"prompt_tokens": int}}`; for a list of prompts, a list of them in order.
+
+        Raises:
+            RequestError: a value is out of bounds. ServingError: the server failed.
+        """
+        return self._wait(self._encode(prompt, dimensions))
+
+    async def async_encode(
+        self, prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], *, dimensions: int | None = None
+    ) -> Any:
+        """`encode` for a running event loop."""
+        return await asyncio.wrap_future(self._submit(self._encode(prompt, dimensions)))
+
+    def score(
+        self,
+        query: str | list[int],
+        items: str | list[str] | list[list[int]],
+        label_token_ids: list[int],
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        temperature: float = 1.0,
+    ) -> list[list[float]]:
+        """The probabilities of `label_token_ids` as the token after the query and each item; arguments are those of /v1/score.
+
+        Returns:
+            For each item, one number per label.
+
+        Raises:
+            RequestError: a value is out of bounds. ServingError: the server failed.
+        """
+        return self._wait(self._score(query, items, label_token_ids, apply_softmax, item_first, temperature))
+
+    async def async_score(
+        self,
+        query: str | list[int],
+        items: str | list[str] | list[list[int]],
+        label_token_ids: list[int],
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        temperature: float = 1.0,
+    ) -> list[list[float]]:
+        """`score` for a running event loop."""
+        scores = self._score(query, items, label_token_ids, apply_softmax, item_first, temperature)
+        return await asyncio.wrap_future(self._submit(scores))
+
     # ---- administration
 
     def flush_cache(self) -> dict[str, object]:
@@ -197,6 +255,17 @@ class Engine:
             return [output for outputs in await asyncio.gather(*prompts) for output in outputs]
         finally:  # if one prompt fails, cancel the others
             await cancel(*prompts)
+
+    async def _encode(self, prompt: object, dimensions: int | None) -> Any:
+        body, many = read_encode(prompt, dimensions)
+        pooled = await Pooler(self._alive().manager).embed(body, "prompt")
+        outputs = [{"embedding": each.vector, "meta_info": {"prompt_tokens": each.prompt_tokens}} for each in pooled]
+        return outputs if many else outputs[0]
+
+    async def _score(self, *values: object) -> list[list[float]]:
+        names = ("query", "items", "label_token_ids", "apply_softmax", "item_first", "temperature")
+        body = read_body(ScoreBody, dict(zip(names, values, strict=True)))
+        return [each.vector for each in await Pooler(self._alive().manager).score(body)]
 
     async def _open(self, body: PromptBody) -> Outputs:
         return await Outputs.start(self._alive().manager, body)

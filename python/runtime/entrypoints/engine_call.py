@@ -1,4 +1,4 @@
-"""Converts the arguments of one call of the offline engine into one body of /generate per prompt."""
+"""Converts arguments of the offline engine into bodies of the endpoints: one of /generate per prompt, or one of /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from runtime.entrypoints.http.body import Text, TokenIds
 from runtime.entrypoints.http.body_schema import read_body
 from runtime.entrypoints.http.refused import NO_EFFECT, REFUSED
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
+from runtime.entrypoints.pooling.protocol import EmbeddingBody, Inputs
 from runtime.errors import InvalidField, RequestError
 from runtime.sampling_params import SamplingParams
 
@@ -33,6 +34,23 @@ class PromptBody(GenerateBody):
     def prompt_field(self) -> str:
         """The argument that holds the prompt."""
         return "input_ids" if self.text is None else "prompt"
+
+
+class EncodeBody(EmbeddingBody):
+    """The arguments of `Engine.encode`. `prompt` is the engine's name for `input`."""
+
+    input: Annotated[Inputs, Field(alias="prompt")]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+def read_encode(prompt: object, dimensions: int | None) -> tuple[EncodeBody, bool]:
+    """Return the body, and whether the result is a list.
+
+    Raises:
+        RequestError: an argument is out of bounds.
+    """
+    many = _is_list(prompt) and not (prompt and isinstance(prompt[0], int))
+    given = [list(one) if _is_list(one) else one for one in prompt] if _is_list(prompt) else prompt
+    return read_body(EncodeBody, {"prompt": given, "dimensions": dimensions}), many
 
 
 def read_call(arguments: Mapping[str, Any]) -> tuple[list[PromptBody], bool]:

@@ -25,13 +25,12 @@ class AttentionLayer(Protocol[Rows]):
 
     Attributes:
         spec: its description for the attention backend.
-        in_proj, o_proj: the first and the output projection.
+        o_proj: the output projection.
         ops: the model's block operations.
         kernel_launches: approximate number per eager pass.
     """
 
     spec: AttentionSpec
-    in_proj: Linear
     o_proj: Linear
     ops: BlockOps
     kernel_launches: int
@@ -79,7 +78,7 @@ class Attention(AttentionLayer[torch.Tensor]):
     Attributes:
         spec: its description for the attention backend: KV, scale, window, sinks, heads.
         heads: how a qkv row becomes heads, as in `spec`.
-        qkv_proj: the same as `in_proj`; its outputs are the rows [T, (H + 2 G) * head_dim].
+        qkv_proj: the first projection; its outputs are the rows [T, (H + 2 G) * head_dim].
         kernel_launches: approximate number per eager pass: norm, qkv, rotary and KV write, attention, output.
     """
 
@@ -87,8 +86,7 @@ class Attention(AttentionLayer[torch.Tensor]):
         assert spec.heads is not None, "attention per head needs heads"
         self._row_norms = row_norms
         self.kernel_launches = 5 + (0 if row_norms is None else row_norms.kernel_launches)
-        self.spec, self.heads, self.o_proj, self.ops = spec, spec.heads, o_proj, ops
-        self.in_proj = self.qkv_proj = qkv_proj
+        self.spec, self.heads, self.qkv_proj, self.o_proj, self.ops = spec, spec.heads, qkv_proj, o_proj, ops
 
     @property
     def active_parameters(self) -> int:

@@ -32,7 +32,7 @@ class LatentAttention(AttentionLayer[LatentRows]):
     Attributes:
         spec: its description for the attention backend; its KV is of kind "mla".
         heads: widths, norms and rotary table.
-        down_proj: the same as `in_proj`: hidden -> the queries' latent (or all query heads), the latent and the shared key.
+        down_proj: the first projection: hidden -> the queries' latent (or all query heads), the latent and the shared key.
         q_proj: the queries' latent -> all query heads; None if `down_proj` computes them.
         kv_b_proj: the latent -> unrotated keys and values of all heads.
         o_proj: all heads' values -> hidden.
@@ -51,10 +51,8 @@ class LatentAttention(AttentionLayer[LatentRows]):
         o_proj: Linear,
         ops: BlockOps,
     ) -> None:
-        self.spec, self.heads = spec, heads
-        self.in_proj = self.down_proj = down_proj
-        self.q_proj, self.kv_b_proj, self.o_proj = q_proj, kv_b_proj, o_proj
-        self.ops = ops
+        self.spec, self.heads, self.ops = spec, heads, ops
+        self.down_proj, self.q_proj, self.kv_b_proj, self.o_proj = down_proj, q_proj, kv_b_proj, o_proj
         self._kv_b = kv_b_proj.weight
         self._always_absorbed = not kv_b_proj.is_dense and self._kv_b.device.type == "cpu"
 
@@ -84,7 +82,6 @@ class LatentAttention(AttentionLayer[LatentRows]):
 
     def _warm_up(self, tokens: int) -> None:
         """Run absorption with inputs laid out as in `attend`, because kernels are compiled for an alignment."""
-
         heads, key, value = self.heads, *self._kv_weights()
         positions = torch.zeros(tokens, dtype=torch.int64, device=key.device)  # created before `rows`, because kernels may read it early
         rows = torch.zeros((tokens, (self.q_proj or self.down_proj).out_features), dtype=key.dtype, device=key.device)

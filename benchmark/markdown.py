@@ -55,13 +55,12 @@ def signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+.2f}"
 
 
-def provenance(result: Result, rows: Sequence[dict[str, Any]] | None = None) -> str:
-    """One line with machine, versions, commits and commands of the rows shown."""
-    shown = result["rows"] if rows is None else rows
-    machine = result["machine"]
+def provenance(result: Result) -> str:
+    """One line with machine, versions, and the commits and commands of the rows."""
+    rows, machine = result["rows"], result["machine"]
     versions = ", ".join(f"{name} {machine['packages'][name]}" for name in ("torch", "sglang-kernel") if name in machine["packages"])
-    commits = ", ".join(sorted({f"`{row['commit']}`" for row in shown}))
-    commands = "; ".join(dict.fromkeys(f"`{row['command']}`" for row in shown))
+    commits = ", ".join(sorted({f"`{row['commit']}`" for row in rows}))
+    commands = "; ".join(dict.fromkeys(f"`{row['command']}`" for row in rows))
     where = f"{machine['device']} ({machine['cores']} cores), Python {machine['python']}"
     return f"{where}, {versions}; commit {commits}; {commands}."
 

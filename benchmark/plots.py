@@ -110,7 +110,7 @@ def bars(
     return Panel(names, _FRAME + _BAR * (len(names) + 0.7) * len(groups), paint)
 
 
-def stacks(groups: Groups, title: str, unit: str, *, kind: str = "") -> Panel:
+def stacks(groups: Groups, title: str, unit: str) -> Panel:
     """One stacked bar per group with the sum at its end; `groups` has lengths by group and part."""
     names = _names(groups)
     sums = [sum(length or 0.0 for length in parts.values()) for parts in groups.values()]
@@ -126,7 +126,7 @@ def stacks(groups: Groups, title: str, unit: str, *, kind: str = "") -> Panel:
         for g, end in enumerate(ends):
             axes.annotate(cell(end), (end, g), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)
         axes.set_xlim(0, (max(sums, default=0.0) or 1.0) * 1.12)
-        _frame(axes, groups, title, unit, kind)
+        _frame(axes, groups, title, unit, "")
 
     return Panel(names, _FRAME + 1.7 * _BAR * len(groups), paint)
 

@@ -159,8 +159,8 @@ def _is_call(event: Event) -> bool:
     return event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
 
 
-def _top(gpu: Sequence[Event], most: int = 12) -> list[tuple[str, float]]:
+def _top(gpu: Sequence[Event]) -> list[tuple[str, float]]:
     times: dict[str, float] = {}
     for e in gpu:
         times[e["name"]] = times.get(e["name"], 0.0) + e["dur"]
-    return sorted(times.items(), key=lambda item: -item[1])[:most]
+    return sorted(times.items(), key=lambda item: -item[1])[:12]

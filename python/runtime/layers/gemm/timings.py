@@ -17,7 +17,7 @@ GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | Full
 """How a GEMM is computed: by a kernel with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
 
 MANY_ROWS, CLEARLY = 1024, 0.97
-"""From so many rows on, a kernel replaces cuBLAS only if it takes less than this fraction of its time: long prompts are limited by the
+"""From this many rows on, a kernel replaces cuBLAS only if it takes less than this fraction of its time: long prompts are limited by the
 card's power, and there the other kernels lose 2 to 3 % more than in the short runs that are timed."""
 
 

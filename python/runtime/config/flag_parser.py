@@ -25,7 +25,7 @@ import yaml
 from runtime.config import sglang_flags
 from runtime.config.refusals import flag_of
 from runtime.config.server_args import ServerArgs
-from runtime.config.yaml_file import read_yaml
+from runtime.config.yaml_file import parse_yaml, read_text
 from runtime.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -212,7 +212,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
-    content = read_yaml("--config", path)
+    content = parse_yaml("--config", path, read_text("--config", path))
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path} must be a mapping of flags to values.")
     try:

@@ -13,11 +13,6 @@ from runtime.small_file import read_small, unreadable
 MAX_MIB = 16
 
 
-def read_yaml(flag: str, path: Path) -> object:
-    """The content of the file that `flag` names. Raises `ConfigError`."""
-    return parse_yaml(flag, path, read_text(flag, path))
-
-
 def read_text(flag: str, path: Path) -> str:
     """The text of the file that `flag` names. Raises `ConfigError`."""
     try:

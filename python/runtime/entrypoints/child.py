@@ -207,9 +207,6 @@ def build_worker(config: RuntimeConfig, model_config: ModelConfig, place: RankPl
 
         return lead(config, model_config, place)
     from runtime.model_executor.build import build_worker as build
-
-    if config.speculative is None:
-        return build(config, model_config)
     from runtime.speculative.registry import make_drafter
 
     return build(config, model_config, make_drafter)

@@ -15,7 +15,7 @@ from runtime.model_executor.profiler import Profiler
 
 
 def test_a_trace_holds_the_phases_between_start_and_stop(tmp_path: Path) -> None:
-    profiler = Profiler("scheduler", torch.device("cpu"))
+    profiler = Profiler(torch.device("cpu"))
     with profiler.span("before"):
         torch.ones(3).sum()
     profiler.start(str(tmp_path / "new"))
@@ -33,7 +33,7 @@ def test_a_trace_holds_the_phases_between_start_and_stop(tmp_path: Path) -> None
 
 def test_a_folder_that_cannot_be_made_is_named_and_leaves_nothing_running(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    profiler = Profiler("scheduler", torch.device("cpu"))
+    profiler = Profiler(torch.device("cpu"))
     with pytest.raises(ServingError, match=r"Cannot create the profile folder .*file/traces: Not a directory"):
         profiler.start(str(tmp_path / "file" / "traces"))
     profiler.start(str(tmp_path))
@@ -41,7 +41,7 @@ def test_a_folder_that_cannot_be_made_is_named_and_leaves_nothing_running(tmp_pa
 
 
 def test_a_trace_that_cannot_be_written_is_over_all_the_same(tmp_path: Path) -> None:
-    profiler = Profiler("scheduler", torch.device("cpu"))
+    profiler = Profiler(torch.device("cpu"))
     profiler.start(str(tmp_path / "gone"))
     (tmp_path / "gone").rmdir()
     with pytest.raises(OSError, match="gone"):
@@ -53,7 +53,7 @@ def test_a_trace_that_cannot_be_written_is_over_all_the_same(tmp_path: Path) -> 
 def test_traces_of_one_second_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second = time.time_ns() // 10**9
     monkeypatch.setattr(time, "time", lambda: float(second))
-    profiler = Profiler("scheduler", torch.device("cpu"))
+    profiler = Profiler(torch.device("cpu"))
     files = set[str]()
     for _ in range(2):
         profiler.start(str(tmp_path))

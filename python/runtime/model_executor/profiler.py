@@ -15,8 +15,7 @@ from runtime.errors import ServingError, WrongProfile
 class Profiler:
     """Owner of the running trace, if there is one."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._name = name
+    def __init__(self, device: torch.device) -> None:
         self._activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
         self._running: profile | None = None
         self._folder = ""
@@ -41,7 +40,7 @@ class Profiler:
             torch.cuda.synchronize()
         done, self._running = self._running, None  # stopped even if writing fails
         done.stop()
-        path = os.path.join(self._folder, f"{self._name}-{time.time_ns()}.trace.json.gz")
+        path = os.path.join(self._folder, f"scheduler-{time.time_ns()}.trace.json.gz")
         done.export_chrome_trace(path)
         return path
 

@@ -101,7 +101,7 @@ class Worker:
         self._step_seconds, self._token_checks = 0.0, 0
         self._read_at, self._prompts_read = 0.0, False  # when the last step was read, and whether it had prompts
         self._samples_read = 0  # samples that had been launched then
-        self._profiler = Profiler("scheduler", parts.target.device)
+        self._profiler = Profiler(parts.target.device)
 
     @property
     def all_runners(self) -> tuple[GraphRunner, ...]:

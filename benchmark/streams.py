@@ -12,7 +12,7 @@ BODY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "tempe
 
 
 class Stream:
-    """One streamed completion of so many tokens or, with `forever`, one after the other until it leaves.
+    """One streamed completion of a number of tokens or, with `forever`, one after the other until it leaves.
 
     Attributes:
         times: when each piece arrived, in seconds of `time.perf_counter`.

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 CUDA_CHUNK, CUDA_PREFILL_TOKENS = 2048, 8192
 DENSE_LARGEST_CHUNK, SPARSE_LARGEST_CHUNK = 4096, 8192
-"""Chunks while many prompt tokens wait. A prompt pass of a sparse model reads all experts, which takes longer than the products of 2048
+"""Chunks while many prompt tokens wait. A prompt pass of a sparse model reads all experts, which takes longer than the GEMMs of 2048
 tokens."""
 CPU_QUEUED_TOKENS, CUDA_QUEUED_TOKENS = 1 << 19, 1 << 23
 MIN_CHUNK, MAX_CHUNK = 16, 1 << 31

@@ -257,14 +257,17 @@ class Engine:
             await cancel(*prompts)
 
     async def _encode(self, prompt: object, dimensions: int | None) -> Any:
-        body, many = read_encode(prompt, dimensions)
+        body = read_encode(prompt, dimensions)
         pooled = await Pooler(self._alive().manager).embed(body, "prompt")
         outputs = [{"embedding": each.vector, "meta_info": {"prompt_tokens": each.prompt_tokens}} for each in pooled]
-        return outputs if many else outputs[0]
+        return outputs if body.many else outputs[0]
 
-    async def _score(self, *values: object) -> list[list[float]]:
-        names = ("query", "items", "label_token_ids", "apply_softmax", "item_first", "temperature")
-        body = read_body(ScoreBody, dict(zip(names, values, strict=True)))
+    async def _score(
+        self, query: object, items: object, label_token_ids: object, apply_softmax: bool, item_first: bool, temperature: float
+    ) -> list[list[float]]:
+        named = {"query": query, "items": items, "label_token_ids": label_token_ids}
+        named |= {"apply_softmax": apply_softmax, "item_first": item_first, "temperature": temperature}
+        body = read_body(ScoreBody, named)
         return [each.vector for each in await Pooler(self._alive().manager).score(body)]
 
     async def _open(self, body: PromptBody) -> Outputs:

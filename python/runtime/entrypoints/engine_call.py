@@ -42,15 +42,10 @@ class EncodeBody(EmbeddingBody):
     input: Annotated[Inputs, Field(alias="prompt")]  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-def read_encode(prompt: object, dimensions: int | None) -> tuple[EncodeBody, bool]:
-    """Return the body, and whether the result is a list.
-
-    Raises:
-        RequestError: an argument is out of bounds.
-    """
-    many = _is_list(prompt) and not (prompt and isinstance(prompt[0], int))
+def read_encode(prompt: object, dimensions: int | None) -> EncodeBody:
+    """Return the body. Raises `RequestError` if an argument is out of bounds."""
     given = [list(one) if _is_list(one) else one for one in prompt] if _is_list(prompt) else prompt
-    return read_body(EncodeBody, {"prompt": given, "dimensions": dimensions}), many
+    return read_body(EncodeBody, {"prompt": given, "dimensions": dimensions})
 
 
 def read_call(arguments: Mapping[str, Any]) -> tuple[list[PromptBody], bool]:

@@ -49,10 +49,15 @@ class EmbeddingBody(PoolingBody):
     encoding_format: Literal["float", "base64"] = "float"
 
     @property
+    def many(self) -> bool:
+        """Whether `input` is a list of inputs."""
+        return not isinstance(self.input, str) and not isinstance(self.input[0], int)
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """One entry per input."""
         given: Any = self.input
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        return given if self.many else [given]
 
 
 class ScoreBody(PoolingBody):

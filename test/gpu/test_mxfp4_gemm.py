@@ -8,6 +8,7 @@ import torch
 from gpu.moe_layers import expert_pass, masks, routed
 from gpu.test_grouped_gemm import Layer as AnyLayer
 from gpu.test_grouped_gemm import with_counts, worst
+from runtime.config.expert_tuning import WIDENED_TILES
 from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU
 from runtime.layers.moe.router import Routing
 
@@ -15,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EXPERTS, TOP_K, ROUNDING = 12, 4, 1e-2
 SIZES = [(512, 384), (2880, 192), (64, 2880), (448, 704), (2880, 1472)]
 """Hidden and inner sizes: whole stages and tiles of weights; half stages; fewer columns than a stage; partial tiles."""
-PAIRS = [32, 48, 128]
+PAIRS, SOME_PAIRS = WIDENED_TILES["mxfp4"], (16, 80, 144)
 
 
 class Layer(AnyLayer):
@@ -62,7 +63,7 @@ def test_any_counts_of_pairs_match_the_definition(counts: list[int]) -> None:
     layer, tokens = Layer(512, 384, experts=len(counts)), sum(counts) + 5
     routing, x = with_counts(counts, tokens), layer.x(tokens)
     want = layer.want(x, routing)
-    for pairs in PAIRS:
+    for pairs in SOME_PAIRS:
         out = layer.run_mxfp4(x, routing, pairs)
         assert (out[routing.ids[:, 0] == len(counts)] == 0).all(), pairs
         if sum(counts):
@@ -74,11 +75,11 @@ def test_experts_of_other_ranks_are_left_out() -> None:
     ids = torch.rand((rows, EXPERTS + 2 * first), device="cuda").argsort(dim=1)[:, :TOP_K].to(torch.int32)
     routing = Routing(ids, torch.rand((rows, TOP_K), device="cuda"), masks(ids, EXPERTS + 2 * first))
     x = layer.x(rows)
-    for pairs in PAIRS:
+    for pairs in SOME_PAIRS:
         assert worst(layer.run_mxfp4(x, routing, pairs, first=first), layer.want(x, routing, first)) < ROUNDING, pairs
 
 
-@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize("pairs", SOME_PAIRS)
 def test_scales_of_any_size_are_applied(pairs: int) -> None:
     layer, rows = Layer(512, 384), 150
     for weights_, wide in ((layer.gate_up, layer.wide_gate_up), (layer.down, layer.wide_down)):
@@ -96,6 +97,6 @@ def test_scales_of_any_size_are_applied(pairs: int) -> None:
 def test_results_repeat() -> None:
     layer = Layer(2880, 192)
     routing, x = routed(500, EXPERTS, TOP_K), layer.x(500)
-    for pairs in PAIRS:
+    for pairs in SOME_PAIRS:
         first = layer.run_mxfp4(x, routing, pairs)
         assert all(torch.equal(layer.run_mxfp4(x, routing, pairs, pdl=True), first) for _ in range(20)), pairs

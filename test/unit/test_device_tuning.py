@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from runtime.config.device_tuning import H200, log_tuning, tuning_of
-from runtime.config.expert_tuning import MID_ROUTER_ROWS
+from runtime.config.expert_tuning import H100_EXPERTS, MID_ROUTER_ROWS, ExpertTuning, WeightFormat
 from runtime.config.kernel_configs import ClusterConfig, SplitConfig
 from runtime.config.machine import Gpu
 
@@ -40,9 +40,9 @@ def test_the_rule_reproduces_the_measured_device() -> None:
 
 def test_experts_of_an_h100_are_widened_for_fewer_tokens() -> None:
     experts = tuning_of(Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, 132, 3_350_000_000_000)).experts
-    assert [experts.widened_pairs("mxfp4", count) for count in (1, 32, 33, 192, 193, 385)] == [0, 0, 32, 32, 48, 128]
+    assert [experts.widened_pairs("mxfp4", count, 1 / 8) for count in (1, 32, 33, 64, 128)] == [0, 0, 16, 16, 32]
     assert [experts.few_rows("mxfp4", count) is None for count in (1, 8, 9, 32, 33)] == [False, False, False, False, True]
-    assert {32, 192} <= experts.kernel_rows(2048)
+    assert 32 in experts.kernel_rows(2048, [1 / 8])
     for kind in ("dense", "fp8"):
         assert experts.few[kind] == H200.experts.few[kind]
         assert experts.widened.get(kind) == H200.experts.widened.get(kind)
@@ -127,11 +127,39 @@ def test_a_warm_up_reaches_every_tiling_of_the_router(most: int) -> None:
         assert tilings(H200.experts.kernel_rows(most)) == tilings(range(1, most + 1))
 
 
-def test_experts_that_are_widened_have_wider_tiles_for_more_tokens() -> None:
-    experts, rows = H200.experts, (1, 64, 65, 256, 257, 512, 513, 1 << 20)
-    assert [experts.widened_pairs("fp8", count) for count in rows] == [0, 0, 32, 32, 48, 48, 0, 0]
-    assert [experts.widened_pairs("mxfp4", count) for count in (1, 96, 97, 192, 193, 384, 385, 1 << 20)] == [0, 0, 32, 32, 48, 48, 128, 128]
-    assert experts.widened_pairs("dense", 512) == 0
-    for kind, table in experts.widened.items():
-        assert {largest for largest, _ in table[:-1]} <= experts.kernel_rows(1 << 20)
-        assert {experts.widened_pairs(kind, count) for count in experts.kernel_rows(2048)} == {0} | {pairs for _, pairs in table}
+def test_experts_that_are_widened_have_the_tiles_that_were_fastest() -> None:
+    """A layer of gpt-oss-20b, where 32 experts share four pairs of each token, and one of Qwen3-30B-A3B, where 128 share eight."""
+    experts = H200.experts
+    fastest = {
+        64: 0,
+        80: 16,
+        96: 32,
+        192: 32,
+        224: 48,
+        256: 48,
+        320: 64,
+        384: 64,
+        448: 80,
+        512: 80,
+        768: 112,
+        1024: 160,
+        1536: 112,
+        2048: 144,
+    }
+    assert {count: experts.widened_pairs("mxfp4", count, 4 / 32) for count in fastest} == fastest
+    assert experts.widened_pairs("mxfp4", 512, 4 / 128) == 32, "of four times as many experts, each has a quarter of the pairs"
+    of_qwen = {64: 0, 128: 16, 192: 32, 384: 32, 512: 48, 513: 0}
+    assert {count: experts.widened_pairs("fp8", count, 8 / 128) for count in of_qwen} == of_qwen
+    assert experts.widened_pairs("dense", 512, 1 / 8) == 0
+
+
+@pytest.mark.parametrize("most", [64, 65, 300, 1024, 8192])
+@pytest.mark.parametrize("share", [1 / 2, 1 / 8, 1 / 16, 9 / 129, 1 / 32, 1 / 100])
+def test_a_warm_up_reaches_every_tile_of_experts_that_are_widened(share: float, most: int) -> None:
+    for experts in (H200.experts, H100_EXPERTS):
+        for kind in experts.widened:
+
+            def tiles(counts: Iterable[int], tuning: ExpertTuning = experts, kind: WeightFormat = kind) -> set[int]:
+                return {tuning.widened_pairs(kind, rows, share) for rows in counts}
+
+            assert tiles(experts.kernel_rows(most, [share])) == tiles(range(1, most + 1)), kind

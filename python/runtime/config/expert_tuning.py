@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from runtime.config.kernel_configs import GroupedConfig, StepConfig, WgmmaExpertsConfig
@@ -13,6 +15,11 @@ WeightFormat = Literal["dense", "fp8", "mxfp4"]
 """Weights in the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 with one scale per 32 columns."""
 FEW_BLOCKS = frozenset({1, 4, 8, 16, 32, 64})
 """Token counts that together use every kernel for few tokens."""
+WIDENED_TILES: Mapping[WeightFormat, tuple[int, ...]] = {"fp8": (16, 32, 48), "mxfp4": (16, 32, 48, 64, 80, 112, 144, 160)}
+"""Pairs of the tiles of the grouped WGMMA GEMMs that convert weights in registers."""
+SPREAD, CONVERSION = 1.5, 20
+"""The tiles of an expert have room for its mean number of pairs and this many standard deviations, if tokens choose experts independently.
+Converting the weights of a tile takes as long as multiplying them by this many pairs."""
 MID_ROUTER_ROWS = 1024
 """Up to this many tokens, several programs of the Triton router split the GEMM of 16 tokens; above, one program computes 32 whole rows."""
 
@@ -28,15 +35,15 @@ class ExpertTuning:
             support the dtypes and shapes.
         wgmma: the smallest number of tokens for which the grouped WGMMA GEMMs are faster, if they support device, dtypes and shapes, and
             their tiling; missing formats have none.
-        widened: (largest number of tokens, pairs per tile) of the grouped WGMMA GEMMs that convert weights in registers, ascending; 0 pairs
-            if other kernels are faster. The last applies to any number.
+        widened: with more tokens than the first number and at most the second, the grouped WGMMA GEMMs that convert weights in registers
+            are faster, if they support the dtypes and shapes; missing formats have none.
     """
 
     few: Mapping[WeightFormat, tuple[tuple[int, tuple[StepConfig, StepConfig]], ...]]
     many: Mapping[WeightFormat, tuple[tuple[int, GroupedConfig], ...]]
     most_streamed: Mapping[WeightFormat, int]
     wgmma: Mapping[WeightFormat, tuple[int, WgmmaExpertsConfig]]
-    widened: Mapping[WeightFormat, tuple[tuple[int, int], ...]]
+    widened: Mapping[WeightFormat, tuple[int, int]]
 
     def few_rows(self, weights: WeightFormat, rows: int) -> tuple[StepConfig, StepConfig] | None:
         """Tilings of the kernels for few tokens; None if the grouped GEMM is faster."""
@@ -51,9 +58,17 @@ class ExpertTuning:
         least, config = self.wgmma.get(weights, (rows + 1, None))
         return config if rows >= least else None
 
-    def widened_pairs(self, weights: WeightFormat, rows: int) -> int:
-        """Pairs per tile of the grouped GEMMs that convert weights in registers; 0 if other kernels are faster, and for other formats."""
-        return next((pairs for largest, pairs in self.widened.get(weights, ()) if rows <= largest), 0)
+    def widened_pairs(self, weights: WeightFormat, rows: int, share: float) -> int:
+        """Pairs per tile of the grouped GEMMs that convert weights in registers; 0 if other kernels are faster, and for other formats.
+
+        Args:
+            share: the fraction of tokens that choose an expert, on average.
+        """
+        above, most = self.widened.get(weights, (rows, rows))
+        if not above < rows <= most:
+            return 0
+        needed = rows * share + SPREAD * math.sqrt(rows * share)
+        return min(WIDENED_TILES[weights], key=lambda pairs: math.ceil(needed / pairs) * (pairs + CONVERSION))
 
     def without_fp8_rows(self) -> ExpertTuning:
         """The same, with 16-bit activations for any number of tokens."""
@@ -64,11 +79,13 @@ class ExpertTuning:
         wgmma = {kind: found for kind, found in self.wgmma.items() if kind != "fp8"}
         return dataclasses.replace(self, many=many, wgmma=wgmma)
 
-    def kernel_rows(self, most: int) -> set[int]:
-        """Token counts up to `most` that together use every kernel of passes of up to `most` tokens."""
+    def kernel_rows(self, most: int, shares: Iterable[float] = ()) -> set[int]:
+        """Token counts up to `most` that together use every kernel for up to `most` tokens, for each `share` of `widened_pairs`."""
         bounds = {bound for table in self.many.values() for bound, _ in table}
         bounds |= {bound for least, _ in self.wgmma.values() for bound in (least - 1, least)}
-        bounds |= {largest for table in self.widened.values() for largest, _ in table}
+        for share, (kind, (above, last)) in product(shares, self.widened.items()):
+            means = ((math.sqrt(pairs + SPREAD**2 / 4) - SPREAD / 2) ** 2 for pairs in WIDENED_TILES[kind])  # that fill one tile
+            bounds |= {above, *(min(max(int(mean / share), above + 1), last) for mean in means)}
         return {min(bound, most) for bound in bounds | FEW_BLOCKS | {MID_ROUTER_ROWS}}
 
 
@@ -107,15 +124,15 @@ H200_EXPERTS = ExpertTuning(
     },
     most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256},
     wgmma={"dense": (256, WgmmaExpertsConfig(128, 256, 256, 2)), "fp8": (513, WgmmaExpertsConfig(128, 256, 256, 2))},
-    widened={"fp8": ((64, 0), (256, 32), (512, 48), (1 << 30, 0)), "mxfp4": ((96, 0), (192, 32), (384, 48), (1 << 30, 128))},
+    widened={"fp8": (64, 512), "mxfp4": (64, 1 << 30)},
 )
 
 # On an H100, MXFP4 with 64 tokens takes 187 us by WGMMA and 208 us by the kernels for few tokens; with 40 tokens both take equally long.
-# The latter gain more from the faster memory of an H200: 163 us against 174 us by WGMMA with 64 tokens, and equal times with 96.
+# The latter gain more from the faster memory of an H200: 163 us against 164 us by WGMMA with 64 tokens.
 H100_EXPERTS = dataclasses.replace(
     H200_EXPERTS,
     few={**H200_EXPERTS.few, "mxfp4": tuple((min(largest, 32), configs) for largest, configs in H200_EXPERTS.few["mxfp4"])},
-    widened={**H200_EXPERTS.widened, "mxfp4": ((32, 0), (192, 32), (384, 48), (1 << 30, 128))},
+    widened={**H200_EXPERTS.widened, "mxfp4": (32, 1 << 30)},
 )
 
 LITTLE_SHARED_EXPERTS = dataclasses.replace(

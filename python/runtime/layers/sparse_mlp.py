@@ -64,6 +64,11 @@ class SparseMlp:
         shared = 0 if self.shared is None else self.shared.num_parameters
         return self._routed.active_parameters(self.router.rule.top_k) + shared + self.router.weight.numel()
 
+    @property
+    def shares(self) -> set[float]:
+        """The fractions of tokens that choose an expert, on average: with and without a stacked shared expert."""
+        return {self.router.rule.chosen / experts.total for experts in (self.experts, self._routed)}
+
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
         """The GEMMs of the shared expert; stacked experts have separate kernels."""
         if self.shared is not None:

@@ -200,7 +200,9 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
     for runner in parts.verifier.shared.values():
         warmup_runs += backend.shared_warmup_runs(runner.sizes, runner.spec.width)
     if context.device.type == "cuda":
-        warmup_runs += model.warmup_runs(sorted(rows | context.config.device.tuning.experts.kernel_rows(context.extend_tokens)))
+        shares = {share for mlp in model.sparse_mlps[:1] for share in mlp.shares}
+        of_kernels = context.config.device.tuning.experts.kernel_rows(context.extend_tokens, shares)
+        warmup_runs += model.warmup_runs(sorted(rows | of_kernels))
     with torch.inference_mode(), context.timed("autotune_gemms"):
         warmup_runs.append(partial(sample_padding, target, torch.zeros((1, model.config.vocab_size), device=context.device)))
         slot = torch.zeros(1, dtype=torch.int64, device=context.device)

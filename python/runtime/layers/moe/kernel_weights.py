@@ -23,4 +23,4 @@ def expert_pass(x: torch.Tensor, experts: Experts, routing: Routing, out: torch.
     """A pass of rows `x` through the experts."""
     gate_up = ExpertWeights(experts.gate_up.weight, experts.gate_up.scale, experts.gate_up_bias)
     down = ExpertWeights(experts.down.weight, experts.down.scale, experts.down_bias)
-    return ExpertPass(x, gate_up, down, routing, ACTS[experts.activation], out, experts.first, pdl, experts.shared)
+    return ExpertPass(x, gate_up, down, routing, ACTS[experts.activation], out, experts.first, pdl, experts.shared, experts.total)

@@ -23,6 +23,7 @@ class ExpertPass(NamedTuple):
         first: id of the first of these E experts; experts of other ranks are skipped.
         pdl: as in `triton_gemm`.
         shared: whether the last expert of each token is the last of these: the one that all tokens use.
+        total: number of experts on all ranks; 0 if these are all.
     """
 
     x: torch.Tensor
@@ -34,6 +35,12 @@ class ExpertPass(NamedTuple):
     first: int = 0
     pdl: bool = False
     shared: bool = False
+    total: int = 0
+
+    @property
+    def share(self) -> float:
+        """The fraction of tokens that choose an expert, on average."""
+        return self.routed.ids.shape[1] / (self.total or self.down.shape[0])
 
     def check(self) -> None:
         """Assert the requirements of all kernels."""

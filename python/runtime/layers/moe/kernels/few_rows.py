@@ -40,7 +40,7 @@ def experts_in_triton(
 
     The order of sums depends only on the shapes, the routing of all tokens and `configs`.
     """
-    x, gate_up, down, routed, act, out, first, pdl, _ = experts
+    x, gate_up, down, routed, act, out, first, pdl, *_ = experts
     (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
     assert 0 < T <= MAX_ROWS, f"expected 1 to {MAX_ROWS} rows; got {T}"
     experts.check()

@@ -106,7 +106,7 @@ def experts_by_fragments(experts: ExpertPass, *, add: bool = False, deferred: De
 
     The order of sums depends only on the shapes and the routing of all tokens.
     """
-    x, gate_up, down, routing, act, out, first, pdl, shared = experts
+    x, gate_up, down, routing, act, out, first, pdl, shared, _ = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routing.ids.shape[1]
     assert not shared or first == 0, "a shared expert is stacked with all others"
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)

@@ -103,7 +103,7 @@ def experts_by_wgmma(experts: ExpertPass, config: WgmmaExpertsConfig, added: Add
     """Like `experts_many_rows`, for arguments that the kernels support. With e4m3 weights, rows of x are rounded to e4m3 with one scale per
     row, and rows between the GEMMs with one scale per `SCALE_BLOCK` columns.
     """
-    x, gate_up, down, routed, act, out, first, pdl, _ = experts
+    x, gate_up, down, routed, act, out, first, pdl, *_ = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
     experts.check()
     fp8, x_scale, h_scale = gate_up.format == "fp8", None, None

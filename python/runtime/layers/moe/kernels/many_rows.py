@@ -35,7 +35,7 @@ def experts_many_rows(experts: ExpertPass, config: GroupedConfig, added: Added |
         config: the tilings; with `config.fp8_rows` and FP8 weights, activations are rounded to e4m3 with one scale per row.
         added: as in `sum_pairs`.
     """
-    x, gate_up, down, routed, act, out, first, pdl, _ = experts
+    x, gate_up, down, routed, act, out, first, pdl, *_ = experts
     (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
     inner, pairs = N // 2, T * top_k
     experts.check()

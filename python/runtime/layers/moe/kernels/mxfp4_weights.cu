@@ -102,7 +102,7 @@ struct Widener {
         for (int high = 0; high < 2; high++) {
             const u32 from = scales + fragment_row(lane, high) * SCALES;
             u32 low_bytes = 0, words = 0;
-#pragma unroll 4
+#pragma unroll
             for (int j = 2 * (lane % 4); j < SCALES; j += 8) {
                 const u32 both = load_scales(from + j) | load_scales(from + SCALE_BYTES_OF_MATRIX + j) << 16;
                 words = max2(words, both), low_bytes = max2(low_bytes, both & 0x00FF00FF);

@@ -27,7 +27,7 @@ def run_experts(experts: ExpertPass, tuning: ExpertTuning, added: Added | None =
     if few is not None:
         assert added is None, "few rows are added by `experts_few_rows`"
         return experts_few_rows(experts, few)
-    pairs = tuning.widened_pairs(gate_up.format, len(x))
+    pairs = tuning.widened_pairs(gate_up.format, len(x), experts.share)
     if pairs and takes_widened(x, gate_up, down, act, pairs):
         return widened_experts(experts, pairs, added)
     if len(x) <= tuning.most_streamed[gate_up.format] and supports(x, gate_up, down, routed.ids.shape[1]):

@@ -14,8 +14,9 @@
 // sorted pairs, and of columns, which are those of x in the second GEMM. The second GEMM stores sums times the weights of their pairs, each at the
 // index of its pair, in bfloat16.
 //
-// Defined before this text: FEWER (of a tile that has no more pairs than these), BIAS, ACT, EARLY and the rest of `fragments.cu`; CLUSTER_M 1,
-// SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored); multiply() of both numbers of pairs; widened_tiles.cu; the file of the format.
+// Defined before this text: SIZES (numbers of pairs that there are instructions for, ascending up to PAIRS), BIAS, ACT, EARLY and the rest of
+// `fragments.cu`; CLUSTER_M 1, SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored); multiply() of these sizes;
+// widened_tiles.cu; the file of the format.
 
 constexpr int PITCH = 48, STAGED = 32, STAGING_BYTES = STAGED * PITCH;  // bytes from pair to pair of a warp's results; pairs staged at once
 constexpr int STAGING_AT = SCALES_AT + SCALE_BYTES;
@@ -118,13 +119,13 @@ struct Multiplier {
             targets[c] = at >= item.count ? -1 : GATED ? place : pair;
             factors[c] = GATED ? token_factors[pair / top_k] : pair_weights[pair];
         }
-        widener.multiply_item<N>(sums, row_factors, ring);
         const int t = lane % 4, own = first_row(item, 2 * group, rows) + 16 * warp;  // row 0 of the warp in the first matrix
 #pragma unroll
         for (int q = 0; q < 2; q++)
 #pragma unroll
             for (int high = 0; high < 2; high++)
                 biases[q][high] = bias_of(item, own + q * (GATED ? rows / 2 : MATRIX) + fragment_row(lane, high));
+        widener.multiply_item<N>(sums, row_factors, ring);
         const u32 staging = data + STAGING_AT + (4 * group + warp) * STAGING_BYTES;
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
@@ -170,6 +171,13 @@ struct Multiplier {
             }
         }
     }
+    // With instructions of the first N with room for the item's pairs.
+    template <int N, int... LARGER> __device__ __forceinline__ void run_smallest(const Item& item, Ring& ring, const Widener& widener) const {
+        if constexpr (sizeof...(LARGER) > 0) {
+            if (item.count > N) return run_smallest<LARGER...>(item, ring, widener);
+        }
+        run_item<N>(item, ring, widener);
+    }
     __device__ __forceinline__ void run(Ring& ring, Widener& widener) const {
         for (Items items(work); items.inside();) {
             const Item item = items.next();
@@ -179,10 +187,8 @@ struct Multiplier {
                     ring.wait_full();
                     release(ring.empty_here(), lane);
                 }
-            } else if (FEWER < PAIRS && item.count <= FEWER) {
-                run_item<FEWER>(item, ring, widener);
             } else {
-                run_item<PAIRS>(item, ring, widener);
+                run_smallest<SIZES>(item, ring, widener);
             }
             widener.end_item();
         }

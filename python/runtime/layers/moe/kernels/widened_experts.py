@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from runtime.config.expert_tuning import WeightFormat
+from runtime.config.expert_tuning import WIDENED_TILES, WeightFormat
 from runtime.layers.gemm.wgmma_gemm import PARTS, multiply_source
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.fragments import FORMATS
@@ -57,17 +57,17 @@ class _Tile:
     """The division of a tile of pairs.
 
     Attributes:
-        fewer: tiles with at most this many pairs use smaller instructions.
         groups: number of multiplying warpgroups, limited by registers: while one waits, others convert weights.
+        fewer: numbers of pairs, ascending, up to which a tile uses smaller instructions. Their code takes room in the instruction cache.
     """
 
-    fewer: int
     groups: int
+    fewer: tuple[int, ...] = ()
 
 
 TILES: Mapping[WeightFormat, dict[int, _Tile]] = {
-    "fp8": {32: _Tile(16, 2), 48: _Tile(24, 2)},
-    "mxfp4": {32: _Tile(16, 3), 48: _Tile(32, 3), 128: _Tile(32, 2)},
+    "fp8": {16: _Tile(2), 32: _Tile(2, (24,)), 48: _Tile(2, (24,))},
+    "mxfp4": {pairs: _Tile(3 if pairs <= 80 else 2) for pairs in WIDENED_TILES["mxfp4"]},
 }
 """Tiles by number of pairs. Sums of e4m3 need twice the registers, because each stage's sums are scaled before they are added."""
 
@@ -143,7 +143,7 @@ def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None)
     Args:
         pairs: pairs per tile, a key of `TILES`: about as many as an expert has.
     """
-    x, gate_up, down, routed, act, out, first, pdl, _ = experts
+    x, gate_up, down, routed, act, out, first, pdl, *_ = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
     experts.check()
     rows, factors = prepare_rows(x, pdl=pdl)
@@ -236,12 +236,14 @@ def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     v, tiles = variant, TILES[variant.format]
     assert v.pairs in tiles, f"expected tiles of {tuple(tiles)} pairs; got {v.pairs}"
+    sizes = *v.tile.fewer, v.pairs
     constants = dict(
         FORMAT=FORMATS[v.format], ACT=v.act, EARLY=int(v.early), ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
-        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format], PAIRS=v.pairs, FEWER=v.tile.fewer,
-        STAGES=v.stages, SLOTS=SLOTS, SCALES=v.columns // GROUP, STAGE_SCALES=STAGE_SCALES, GATED=int(v.gated), BIAS=int(v.bias),
+        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format], PAIRS=v.pairs,
+        SIZES=", ".join(map(str, sizes)), STAGES=v.stages, SLOTS=SLOTS, SCALES=v.columns // GROUP, STAGE_SCALES=STAGE_SCALES,
+        GATED=int(v.gated), BIAS=int(v.bias),
     )  # fmt: skip
-    multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in (v.tile.fewer, v.pairs))
+    multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in sizes)
     here = Path(__file__)
     return fragments.source(
         here.with_suffix(".cu"), constants, PARTS, GROUPED_PARTS, multiply, here.with_name("widened_tiles.cu"), PARTS_OF[v.format]

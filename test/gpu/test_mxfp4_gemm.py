@@ -42,7 +42,7 @@ def test_every_tile_matches_the_definition(size: tuple[int, int], rows: int) -> 
     for hot in (None, TOP_K, TOP_K + 1):  # all experts have some tokens; few experts have all or most tokens
         routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
         want = layer.want(x, routing)
-        for pairs in PAIRS:
+        for pairs in PAIRS if size == SIZES[0] else SOME_PAIRS:
             for pdl in (False, True):
                 assert worst(layer.run_mxfp4(x, routing, pairs, pdl=pdl), want) < ROUNDING, (pairs, hot, pdl)
 

@@ -58,6 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn of DeepSeek": {"rope_type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
     "yarn with its own magnitude": {"rope_type": "yarn", **YARN, "attention_factor": 1.25},
     "yarn without a factor": {"rope_type": "yarn", "original_max_position_embeddings": 64, "factor": None},
+    "yarn with nulls": {"rope_type": "yarn", **YARN, "truncate": None, "beta_fast": None, "beta_slow": None, "attention_factor": None},
     "yarn in the older spelling": {"type": "yarn", **YARN},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "longrope": {

@@ -109,7 +109,7 @@ def _yarn(chosen: ConfigFields, original: int, context: int) -> RopeScaling:
         original_max_position=original,
         beta_fast=chosen.number("beta_fast", 32.0),
         beta_slow=chosen.number("beta_slow", 1.0),
-        truncate=bool(chosen.get("truncate", True)),
+        truncate=chosen.with_defaults({"truncate": True}).nullable_flag("truncate"),
         magnitude=chosen.number("attention_factor", magnitude),
         mscale_all_dim=all_dim,
     )

@@ -581,8 +581,9 @@ def test_each_prompt_of_generate_may_ask_for_log_probabilities_of_its_own() -> N
             assert [token for _, token, _ in first["input_token_logprobs"]] == [98, 99]
             assert [len(row) for row in first["output_top_logprobs"]] == [2, 2]
             assert len(second["output_token_logprobs"]) == 2
-            assert not second.keys() & {"input_token_logprobs", "output_top_logprobs"}
-            assert "output_token_logprobs" not in third
+            assert second["input_token_logprobs"] == [[None, 101, None]]
+            assert "output_top_logprobs" not in second
+            assert not third.keys() & {"input_token_logprobs", "output_token_logprobs"}
             refused = (await f.post("/generate", {**body, "top_logprobs_num": [1, 2]})).json()["error"]
             assert refused["message"] == "top_logprobs_num must hold one item per prompt: it has 2, and there are 3 prompts."
 

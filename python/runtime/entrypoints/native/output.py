@@ -59,11 +59,13 @@ class Outputs:
         if out.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self.began
         if asked.top >= 0:
-            output, known, start = out.logprobs or TokenLogprobs(), TokenLogprobs(), max(asked.start, 0)
+            output, ids, start = out.logprobs or TokenLogprobs(), generation.prompt_ids, asked.start
+            if start < 0:  # as in SGLang: the last token of the prompt, without its log-probability
+                ids, start, known = ids[-1:], 0, aligned(1, None)
+            else:
+                known = TokenLogprobs() if out.prompt_logprobs is None else aligned(len(ids), out.prompt_logprobs)
             meta["output_token_logprobs"] = self._triples(out.token_ids, output.chosen)
-            if out.prompt_logprobs is not None and asked.start >= 0:
-                known = aligned(len(generation.prompt_ids), out.prompt_logprobs)
-                meta["input_token_logprobs"] = self._triples(generation.prompt_ids[start:], known.chosen[start:])
+            meta["input_token_logprobs"] = self._triples(ids[start:], known.chosen[start:])
             if asked.top > 0:
                 meta["output_top_logprobs"] = [self._top(each[: asked.top]) for each in output.top]
                 meta["input_top_logprobs"] = [self._top(each[: asked.top]) or None for each in known.top[start:]]

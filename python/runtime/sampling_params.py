@@ -48,6 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling of one request, under SGLang's names.
 
     `temperature == 0` means greedy. `top_k <= 0` means all tokens. If `seed` is None, the server draws one.
+    `no_stop_trim` leaves the stop string or the stop token that ends the output in the text.
     `shown_token_ids` are control tokens that appear in the text even if `skip_special_tokens` leaves out the others. Text from a token of
     `header_begins` up to one of `header_ends` is not searched for stop strings.
 
@@ -71,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    no_stop_trim: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     speculative_num_steps: int | None = None

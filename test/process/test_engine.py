@@ -319,8 +319,13 @@ def test_sglangs_arguments_are_taken_or_refused_by_name(engine: Engine) -> None:
     ):
         with pytest.raises(RequestError, match=name):
             engine.generate(input_ids=[5], **{name: value})
-    with pytest.raises(RequestError, match="no_stop_trim"):
-        engine.generate(input_ids=[5], sampling_params={"no_stop_trim": True})
+    with pytest.raises(RequestError, match="stop_regex"):
+        engine.generate(input_ids=[5], sampling_params={"stop_regex": "x"})
+    whole = engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)["text"]
+    stop, end = whole[5], whole.index(whole[5])
+    for keep in (False, True):
+        output = engine.generate(input_ids=[5, 6, 7], sampling_params={**GREEDY, "stop": stop, "no_stop_trim": keep})
+        assert output["text"] == whole[: end + keep]
 
 
 def test_the_engine_takes_what_generate_takes(engine: Engine) -> None:

@@ -76,8 +76,8 @@ class Bench:
         self.stopped: list[str] = []
         self.manager = DetokenizerManager(ByteTokenizer(), self.sent.append, lambda message: self.stopped.append(message.rid))
 
-    def begin(self, rid: str = "a", stop: tuple[str, ...] = (), stream: bool = True, skip: bool = True) -> None:
-        self.manager.handle(RequestInfo(rid=rid, stop=stop, skip_special_tokens=skip, stream=stream))
+    def begin(self, rid: str = "a", stop: tuple[str, ...] = (), stream: bool = True, skip: bool = True, keep: bool = False) -> None:
+        self.manager.handle(RequestInfo(rid=rid, stop=stop, skip_special_tokens=skip, stream=stream, no_stop_trim=keep))
 
     def feed(self, *outs: TokensOut) -> list[TextOut]:
         before = len(self.sent)
@@ -183,6 +183,16 @@ def test_stop_token_is_counted_but_not_shown() -> None:
     bench.begin()
     (update,) = bench.feed(out(b"ok.", 3, Finish(reason="stop", matched=ord("."))))
     assert (update.text, update.token_ids, update.progress.completion_tokens) == ("ok", list(b"ok."), 3)
+
+
+def test_no_stop_trim_shows_the_stop_but_nothing_after_it() -> None:
+    bench = Bench()
+    bench.begin(stop=("end", "nd o"), keep=True)
+    assert [bench.feed(out(piece, 0))[0].text for piece in (b"the e", b"nd of")] == ["the ", "end"]
+    assert bench.stopped == ["a"]
+    bench.begin(rid="b", keep=True)
+    (update,) = bench.feed(out(b"ok.", 3, Finish(reason="stop", matched=ord(".")), rid="b"))
+    assert update.text == "ok."
 
 
 def test_split_characters_are_never_shown_in_parts() -> None:

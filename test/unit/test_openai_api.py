@@ -21,6 +21,7 @@ from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, Mode
 from runtime.entrypoints.openai.usage import UsageCounter
 from runtime.managers.generation import Generation, RequestOptions
 from runtime.managers.messages import GenerateReq, TextOut, TokenLogprobs
+from runtime.managers.replies import request_info
 from runtime.managers.telemetry.progress import Progress
 from runtime.sampling_params import SamplingParams
 from runtime.text.decode_stream import ByteStream
@@ -586,6 +587,23 @@ def test_each_prompt_of_generate_may_ask_for_log_probabilities_of_its_own() -> N
             assert not third.keys() & {"input_token_logprobs", "output_token_logprobs"}
             refused = (await f.post("/generate", {**body, "top_logprobs_num": [1, 2]})).json()["error"]
             assert refused["message"] == "top_logprobs_num must hold one item per prompt: it has 2, and there are 3 prompts."
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a", "sampling_params": {"no_stop_trim": True}}),
+        ("/v1/completions", {"prompt": "a", "no_stop_trim": True}),
+        ("/v1/completions", {"prompt": "a", "include_stop_str_in_output": True}),
+    ],
+)
+def test_a_stop_may_stay_in_the_text(path: str, body: dict[str, Any]) -> None:
+    async def check() -> None:
+        async with front() as f:
+            assert (await f.post(path, body)).status_code == 200
+            assert request_info(f.scheduler.requests[0]).no_stop_trim
 
     run(check())
 

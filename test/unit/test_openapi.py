@@ -46,7 +46,7 @@ NOT_FOR_COUNTS = "max_tokens metadata priority service_tier stop_sequences strea
 POOLING = "cache_salt model priority rid user"
 TOKENIZE = """add_generation_prompt add_special_tokens chat_template_kwargs continue_final_message messages model prompt
 reasoning_effort return_token_strs tool_choice tools"""
-SAMPLING = """frequency_penalty ignore_eos logit_bias max_new_tokens min_new_tokens min_p n presence_penalty
+SAMPLING = """frequency_penalty ignore_eos logit_bias max_new_tokens min_new_tokens min_p n no_stop_trim presence_penalty
 repetition_penalty sampling_seed seed skip_special_tokens speculative_num_steps stop stop_token_ids temperature top_k top_p"""
 SAMPLING = f"{SAMPLING} {CONSTRAINED}"
 UNBOUNDED = {"metadata", "prediction", "prompt_cache_key", "rid", "safety_identifier", "separate_reasoning", "service_tier"}
@@ -89,7 +89,8 @@ def test_it_is_openapi_3_1(spec: dict[str, Any]) -> None:
 
 
 def test_every_documented_field_has_a_type_and_every_number_bounds(spec: dict[str, Any]) -> None:
-    completion = {*CHAT.split(), "best_of", "echo", "prompt"} - set(NOT_FOR_COMPLETIONS.split())
+    completion = {*CHAT.split(), "best_of", "echo", "include_stop_str_in_output", "no_stop_trim", "prompt"}
+    completion -= set(NOT_FOR_COMPLETIONS.split())
     expected = {
         "/v1/chat/completions": {*CHAT.split(), *TOOLS.split(), "chat_template"},
         "/v1/completions": completion,

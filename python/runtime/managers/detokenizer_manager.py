@@ -53,8 +53,8 @@ class _Open:
 class DetokenizerManager:
     """Turns each `TokensOut` into a `TextOut`; forwards everything else.
 
-    No stop string, and no part of one, reaches the client. On a match the text is cut, the request ends, and the
-    scheduler is told to stop it. Tokens that the scheduler still sends for it are dropped.
+    No stop string, and no part of one, reaches the client, unless `no_stop_trim` keeps it. On a match the text is cut, the request
+    ends, and the scheduler is told to stop it. Tokens that the scheduler still sends for it are dropped.
 
     Args:
         timed: measure the time spent on each request, for traces.
@@ -82,7 +82,7 @@ class DetokenizerManager:
         """Process one message, and send the results."""
         if isinstance(message, RequestInfo):
             text = self._tokenizer.stream(message.skip_special_tokens, message.prompt_tail, message.shown_token_ids)
-            self._open[message.rid] = _Open(message, text, StopFinder(message.stop))
+            self._open[message.rid] = _Open(message, text, StopFinder(message.stop, message.no_stop_trim))
         elif isinstance(message, TokensOutBatch):
             outs = [shown for out in message.outs if (shown := self._step(out)) is not None]
             large = [out for out in outs if (out.logprobs or out.prompt_logprobs) is not None and _cells(out) > MAX_CELLS]
@@ -129,7 +129,7 @@ class DetokenizerManager:
         shown: list[str] = []
         stop_token = out.finish.matched if out.finish is not None and out.finish.reason == "stop" else None
         for index, token in enumerate(tokens):
-            if token == stop_token and index == len(tokens) - 1:
+            if token == stop_token and index == len(tokens) - 1 and not request.info.no_stop_trim:
                 break  # the stop token is not part of the text
             shown.append(request.searched(token))
             if request.stops.matched is not None:

@@ -195,13 +195,14 @@ class RequestInfo(Message, frozen=True, kw_only=True):
     """What the detokenizer needs to decode a request; sent before the first tokens.
 
     `prompt_tail`: the last tokens of a prompt whose text the output continues. `shown_token_ids`: control tokens that are part of the text.
-    `header_begins`, `header_ends`: as in `SamplingParams`.
+    `no_stop_trim`, `header_begins`, `header_ends`: as in `SamplingParams`.
     """
 
     rid: str
     stop: tuple[str, ...]
     skip_special_tokens: bool
     stream: bool
+    no_stop_trim: bool = False
     prompt_tail: list[int] = []
     shown_token_ids: tuple[int, ...] = ()
     header_begins: tuple[int, ...] = ()
@@ -247,7 +248,7 @@ ToDetokenizer = RequestInfo | TokensOutBatch | ControlReply | Heartbeat | DrainR
 
 
 class TextOut(TokensOut, frozen=True, kw_only=True):
-    """`TokensOut` with its text: complete characters only, and no part of a stop string.
+    """`TokensOut` with its text: complete characters only, and no part of a stop string unless `no_stop_trim` keeps it.
 
     `index`: the choice, 0..n - 1, which `Generation` sets.
     """

@@ -20,6 +20,7 @@ def request_info(req: GenerateReq) -> RequestInfo:
         stop=req.sampling.stop,
         skip_special_tokens=req.sampling.skip_special_tokens,
         stream=req.stream,
+        no_stop_trim=req.sampling.no_stop_trim,
         prompt_tail=req.input_ids[-PROMPT_TAIL:] if req.continues_prompt else [],
         shown_token_ids=req.sampling.shown_token_ids,
         header_begins=req.sampling.header_begins,

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StopFinder:
-    """Passes text on up to the first stop string, and holds back text that may be the start of one."""
+    """Passes text on up to the first stop string, or with `keep` to its end, and holds back text that may be the start of one."""
 
     stops: tuple[str, ...]
+    keep: bool = False
     held: str = ""
     matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Add text and return the text that can be shown now. A match sets `matched` and cuts the text before it."""
+        """Add text and return the text that can be shown now. A match sets `matched` and cuts the text there."""
         if not self.stops:
             return text
         text = self.held + text
@@ -22,10 +23,10 @@ class StopFinder:
         if hits:  # the stop string that ends first, as if characters arrived one by one; of several, the longest
             end, _, self.matched = min(hits)
             self.held = ""
-            return text[: end - len(self.matched)]
-        keep = max(overlap(text, stop) for stop in self.stops)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return text[: end if self.keep else end - len(self.matched)]
+        shown = len(text) - max(overlap(text, stop) for stop in self.stops)
+        self.held = text[shown:]
+        return text[:shown]
 
     def flush(self) -> str:
         """Return the text that was held back, because the text ended without a stop string."""

@@ -67,6 +67,7 @@ class NativeSampling(SamplingFields):
     max_new_tokens: Annotated[int, Interval(ge=0, le=MAX_TOKENS)] = DEFAULT_NEW_TOKENS
     min_new_tokens: MinNewTokens = 0
     n: Choices = 1
+    no_stop_trim: bool = False
     sampling_seed: Int64 | None = None
 
     @model_validator(mode="after")
@@ -78,7 +79,8 @@ class NativeSampling(SamplingFields):
     def params(self, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
         """The engine's parameters; `sampling_seed` overrides `seed`."""
         sampling = self.sampling(max(self.max_new_tokens, 1), self.min_new_tokens, defaults)
-        return sampling if self.sampling_seed is None else msgspec.structs.replace(sampling, seed=self.sampling_seed)
+        seed = sampling.seed if self.sampling_seed is None else self.sampling_seed
+        return msgspec.structs.replace(sampling, seed=seed, no_stop_trim=self.no_stop_trim)
 
     @property
     def only_prompt(self) -> bool:

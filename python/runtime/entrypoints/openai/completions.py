@@ -116,11 +116,13 @@ class CompletionApi:
 
 def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
     name, prompts = f"cmpl-{uuid.uuid4().hex}", body.prompts
+    sampling = body.sampling(max(body.max_tokens, 1), body.min_tokens, defaults)
+    sampling = structs.replace(sampling, no_stop_trim=body.no_stop_trim or body.include_stop_str_in_output)
     ranked = body.candidates > body.n  # the ranking needs the log-probabilities of the chosen tokens
     return Call(
         name=name,
         prompts=prompts,
-        sampling=[body.sampling(max(body.max_tokens, 1), body.min_tokens, defaults)] * len(prompts),
+        sampling=[sampling] * len(prompts),
         rids=[name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))],
         options=RequestOptions(
             n=body.candidates,

@@ -204,8 +204,10 @@ class CompletionBody(OpenAIBody):
     prompt: Prompt
     best_of: Choices | None = None
     echo: bool = False
+    include_stop_str_in_output: bool = False
     logprobs: TopLogprobs | None = None
     max_tokens: Annotated[int, Interval(ge=0, le=MAX_TOKENS)] = DEFAULT_COMPLETION_TOKENS
+    no_stop_trim: bool = False
 
     @model_validator(mode="after")
     def _check_fields(self) -> CompletionBody:

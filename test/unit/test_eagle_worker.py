@@ -184,7 +184,7 @@ def test_greedy_text_is_the_same_with_speculation(tmp_path: Path, algorithm: str
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architecture": "Qwen2ForCausalLM", "qkv_bias": True},
     "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True},
-    "mistral": {"architecture": "MistralForCausalLM", "window": (11, 11)},
+    "mistral": {"architecture": "MistralForCausalLM", "window": (11, 1)},
 }
 
 

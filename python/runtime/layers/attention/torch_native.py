@@ -275,14 +275,15 @@ def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, causa
 def tree_visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, batch: ForwardBatch, tokens: slice) -> torch.Tensor:
     """Visibility under `batch.tree_mask`, bool [B, q, S]: every key before the tail, and keys of the tail by bit.
 
-    A window limits the keys before the tail. It is measured from the token's position in the sequence, not in the batch.
+    A window is measured in positions of the sequence, not of the batch: in the tail, along the token's branch.
     """
     assert batch.tree_mask is not None
     bits = batch.tree_mask[tokens].view(query_pos.shape)
     tail = keys - (query_pos[:, -1:] + 1 - batch.tree_tail)  # [B, S]: index in the tail, negative before it
     in_tail = (bits[:, :, None] >> tail.clamp(0, 63)[:, None, :]) & 1 == 1
-    inside = (tail >= 0) & (tail < batch.tree_tail)
+    branch = in_tail & ((tail >= 0) & (tail < batch.tree_tail))[:, None, :]
     before = (tail < 0)[:, None, :]
     if window >= 0:
         before = before & (batch.positions[tokens].view(query_pos.shape)[:, :, None] - keys <= window)
-    return before | (inside[:, None, :] & in_tail)
+        branch = branch & (branch.sum(2, keepdim=True) - branch.cumsum(2) <= window)  # parents come before their children
+    return before | branch

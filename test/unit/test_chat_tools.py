@@ -223,7 +223,7 @@ def test_functions_are_the_older_spelling() -> None:
             {"messages": [{"role": "user", "content": "a", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}]},
             "messages[0].tool_calls",
         ),
-        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": [{"role": "developer"}]}, "messages[0].content"),
         ({"reasoning_effort": "very"}, "reasoning_effort"),
     ],
 )

@@ -172,7 +172,7 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool"}]}, "messages[0].content"),
+        ({"messages": [{"role": "system"}]}, "messages[0].content"),
         ({"messages": [{"role": ["user"], "content": ""}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -424,13 +424,16 @@ def test_generate_caps_drafts_in_its_sampling_params() -> None:
     assert refused.value.param == "sampling_params.speculative_num_steps"
 
 
-def test_an_empty_array_of_content_stands_beside_calls_only() -> None:
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}])
+def test_answers_and_results_of_tools_may_be_empty(content: dict[str, Any]) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    message = {"role": "assistant", "content": [], "tool_calls": [call]}
-    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}, message]})
-    assert body.messages[1].rendered()["content"] == ""
-    with pytest.raises(ValidationError):
-        ChatBody.model_validate({"messages": [{"role": "user", "content": []}]})
+    called, answered = {"role": "assistant", "tool_calls": [call], **content}, {"role": "assistant", **content}
+    result = {"role": "tool", "tool_call_id": "c", **content}
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}, called, result, answered]})
+    assert [message.rendered()["content"] for message in body.messages] == ["hi", "", "", ""]
+    for role in ("user", "system"):
+        with pytest.raises(ValidationError):
+            ChatBody.model_validate({"messages": [{"role": role, **content}]})
 
 
 def test_template_variables_take_any_json_value_and_null_is_absent() -> None:

@@ -8,13 +8,16 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Name, Unused, items, unsupported
-from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks
+from runtime.entrypoints.http.field_rules import any_of, has, lacks
 from runtime.entrypoints.openai.tools import CalledFunction, CalledTool, CalledTools
 
 MAX_MESSAGES = 4096
 TEXT_PARTS_ONLY = "this server reads text parts only and opens no URL"
 LEFT_OUT = "[The {} was left out: this model reads text only.]"
 """The text that the model reads instead of an unsupported part of a tool result."""
+
+MAY_BE_EMPTY = ("assistant", "tool", "function")
+"""The roles whose messages need no content: clients repeat empty answers, and results of tools that return nothing."""
 
 
 class TextPart(Body):
@@ -45,7 +48,7 @@ class Message(Body):
         any_of(lacks("function_call", tool_calls={"maxItems": 0}), has(role={"const": "assistant"})),
         any_of(
             has(content={"type": ["array", "string"], "minItems": 1}),
-            *(has(tool_calls=ITEMS), has("function_call"), has(reasoning_content=TEXT), has(reasoning=TEXT)),
+            has(role={"enum": list(MAY_BE_EMPTY)}),
         ),
     )
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -60,10 +63,9 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        calls = self.tool_calls or self.function_call is not None
-        if calls and self.role != "assistant":
+        if (self.tool_calls or self.function_call is not None) and self.role != "assistant":
             raise unsupported("tool_calls", "only the assistant calls tools")
-        if self.content in (None, []) and not (calls or self.thought):  # clients send an empty array together with calls
+        if self.content in (None, []) and self.role not in MAY_BE_EMPTY:
             raise PydanticCustomError("required", "required", {"field": "content"})
         return self
 

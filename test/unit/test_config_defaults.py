@@ -183,6 +183,11 @@ def test_the_number_of_experts_has_the_names_of_transformers(architecture: str, 
         assert model.moe.num_experts == value == 16
 
 
+def test_the_experts_of_qwen2_have_one_name_as_in_transformers() -> None:
+    raw = whole("Qwen2MoeForCausalLM")
+    assert read({**raw, "num_local_experts": 16}) == read(raw)
+
+
 def test_the_rotated_part_of_minimax_is_named_as_in_transformers() -> None:
     raw = whole("MiniMaxM2ForCausalLM")
     for rope, partial in (({"rope_theta": 1e4}, {}), ({"partial_rotary_factor": 1.0}, {}), ({}, {"partial_rotary_factor": 0.25})):

@@ -5,13 +5,10 @@ from __future__ import annotations
 from runtime.models.config import MoeConfig, Scoring
 from runtime.models.config_fields import ConfigFields
 
-QWEN_COUNTS = ("num_local_experts", "num_experts")
-"""The fields that may hold the number of experts: transformers 5 writes the first, older files have the second."""
-
 
 def moe_fields(
     fields: ConfigFields,
-    counts: tuple[str, ...] = QWEN_COUNTS,
+    counts: tuple[str, ...],
     *,
     top_k: str = "num_experts_per_tok",
     inner: str = "moe_intermediate_size",

@@ -25,6 +25,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
     moe = moe_fields(
         fields,
+        ("num_experts",),
         renormalize=fields.flag("norm_topk_prob"),
         layers=sparse_layers(fields),
         shared=fields.positive("shared_expert_intermediate_size"),

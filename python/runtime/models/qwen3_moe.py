@@ -18,7 +18,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
     # Unlike for Qwen 3, transformers reads neither `layer_types` nor `max_window_layers`.
     window = same_window(fields) if fields.flag("use_sliding_window") else None
-    moe = moe_fields(fields, renormalize=fields.flag("norm_topk_prob"), layers=sparse_layers(fields))
+    counts = ("num_local_experts", "num_experts")  # transformers 5 writes the first, older files have the second
+    moe = moe_fields(fields, counts, renormalize=fields.flag("norm_topk_prob"), layers=sparse_layers(fields))
     return decoder_config(fields, **attention_bias(fields), qk_norm=True, window=window, moe=moe)
 
 

@@ -94,7 +94,7 @@ def compiled(source: str, name: str, folder: Path) -> Any:
         with tempfile.TemporaryDirectory(dir=base) as own:  # other processes may compile the same program
             file = Path(own) / "program.cpp"
             file.write_text(text, encoding="utf-8")
-            _compile(file, built := file.with_suffix(".so"), "-O0", "-shared", f"-I{base}", base / "runtime.so")
+            _compile(file, built := file.with_suffix(".so"), "-O0", "-shared", "-nodefaultlibs", f"-I{base}", base / "runtime.so")
             built.rename(library)
     return ctypes.CDLL(str(library)).emulated_launch
 

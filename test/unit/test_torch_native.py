@@ -286,24 +286,38 @@ def long_world(layer: AttentionSpec) -> World:
     return World(pool, table, TorchNativeAttention(AttentionShape(layers, 8, 8, LONG, tuning=H200), pool, table), layers)
 
 
+class Calls:
+    """Counts the keys of each call of attention."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.undo()
+        self._world, self._keys = long_world(per_head(3)), list[int]()
+        whole = torch_native.stable_attention
+        monkeypatch.setattr(
+            torch_native, "stable_attention", lambda q, k, *rest: self._keys.append(k.shape[0] * k.shape[2]) or whole(q, k, *rest)
+        )
+
+    def of(self, mode: ForwardMode, rows: list[int], seq_lens: list[int], widths: list[int], ragged: int = 0) -> list[int]:
+        """Keys of each call of a pass, the requests' padding included. `ragged`: `max_queries` of a capturable pass."""
+        batch = make_batch(mode, rows, seq_lens, widths, self._world.table)
+        self._keys.clear()
+        plan_pass(self._world.backend, replace(batch, max_queries=ragged))
+        self._world.backend.forward(torch.zeros(batch.num_tokens, 9, 64), self._world.layers[0], batch)
+        return list(self._keys)
+
+
 @pytest.mark.parametrize("widths", [[1, 1], [4, 4]])
 def test_a_long_request_pads_no_short_one(widths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    world, keys = long_world(per_head(3)), list[int]()
-    whole = torch_native.stable_attention
-    monkeypatch.setattr(torch_native, "stable_attention", lambda q, k, *rest: keys.append(k.shape[0] * k.shape[2]) or whole(q, k, *rest))
+    calls = Calls(monkeypatch)
+    for mode, ragged in ((ForwardMode.TARGET_VERIFY, 0), (ForwardMode.EXTEND, widths[0]), (ForwardMode.EXTEND, 0)):
+        assert calls.of(mode, [1, 2], [1024, 30], widths, ragged) == [1024, 32]
+        assert calls.of(mode, [1, 2], [64, 30], widths, ragged) == [2 * 64], "lengths that differ little are one call"
 
-    def count(batch: ForwardBatch) -> int:
-        keys.clear()
-        plan_pass(world.backend, batch)
-        world.backend.forward(torch.zeros(batch.num_tokens, 9, 64), world.layers[0], batch)
-        return sum(keys)
 
-    batch = make_batch(ForwardMode.TARGET_VERIFY, [1, 2], [1024, 30], widths, world.table)
-    ragged = replace(batch, tokens_per_req=0, extend_lens=np.array(widths, dtype=np.int32), max_queries=widths[0])
-    assert [count(batch), count(ragged)] == [1024 + 32] * 2
-    assert count(make_batch(ForwardMode.TARGET_VERIFY, [1, 2], [64, 30], widths, world.table)) == 2 * 64
-    assert len(keys) == 1, "lengths that differ little are one call"
+def test_windows_beside_prompts_are_one_call_and_each_prompt_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    assert calls.of(ForwardMode.EXTEND, [1, 2, 1, 2], [96, 96, 30, 40], [96, 96, 4, 4]) == [96, 96, 2 * 48]
+    assert calls.of(ForwardMode.EXTEND, [1, 2, 1, 2], [96, 30, 30, 1024], [4, 4, 4, 4]) == [96, 32, 32, 1024], "lengths far apart"
 
 
 def test_keys_may_be_padded_beyond_the_page_table() -> None:
@@ -352,7 +366,8 @@ def test_a_query_gets_the_same_bits_in_every_pass(length: int, kind: str) -> Non
         if position >= 3:
             assert torch.equal(run(ForwardMode.TARGET_VERIFY, [1], [ends], [4]), prompt[position - 3 : ends]), position
             assert torch.equal(run(ForwardMode.TARGET_VERIFY, [1], [ends], [2]), prompt[position - 1 : ends]), position
-            assert torch.equal(run(ForwardMode.TARGET_VERIFY, [1, 2], [ends, 900], [4, 4])[:4], prompt[position - 3 : ends]), position
+            for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND):
+                assert torch.equal(run(mode, [1, 2], [ends, 900], [4, 4])[:4], prompt[position - 3 : ends]), position
     for prefix in (16, 48, 256):
         if prefix < length:
             assert torch.equal(run(ForwardMode.EXTEND, [1], [length], [length - prefix]), prompt[prefix:]), prefix

@@ -17,6 +17,8 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 PADDED_KEYS = 128
 """Mean padding keys per request above which requests run separately: a call takes as long as about 100 keys."""
+MAX_WINDOW = 64
+"""Queries above which a request runs separately: it is a prompt, and torch masks a causal prompt faster than a mask in memory does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ class Segment:
 class TorchNativeAttention(AttentionBackend):
     """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`.
 
-    Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass has one segment per
-    request, and a pass over ragged windows one per run of equal widths. If the lengths are `uneven`, each request has a separate segment.
+    Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; a pass over prompts or ragged
+    windows has one segment per run of equal widths of at most `MAX_WINDOW`. If lengths are `uneven`, each request has a separate segment.
     On other devices than a CPU, layers with sinks use `explicit_attention`.
     """
 
@@ -81,23 +83,22 @@ class TorchNativeAttention(AttentionBackend):
 
     def _extend_segments(self, batch: ForwardBatch) -> list[Segment]:
         assert batch.extend_lens is not None
-        segments, start, i = [], 0, 0
-        widths, bounds = batch.extend_lens.tolist(), batch.seq_len_bounds.tolist()
-        together = batch.max_queries and not uneven(batch.seq_len_bounds)
-        while i < len(widths):
-            width, end = widths[i], i + 1
+        segments, start, end = list[Segment](), 0, 0
+        widths, bounds = batch.extend_lens.tolist(), batch.seq_len_bounds
+        while end < len(widths):
+            i, width, end = end, widths[end], end + 1
             if width == 0:
-                i = end
                 continue
-            while together and end < len(widths) and widths[end] == width:
+            while width <= MAX_WINDOW and end < len(widths) and widths[end] == width:
                 end += 1
-            seq_len = max(bounds[i:end])
-            pages, num_keys = self._pages(batch.req_pool_indices[i:end], seq_len)
-            positions = query_positions(batch.seq_lens[i:end], width)
-            tokens = slice(start, start + (end - i) * width)
-            unmasked = frozenset(w for w in self._windows if w < 0 or w >= width - 1) if width == seq_len else frozenset[int]()
-            segments.append(Segment(tokens, pages, num_keys, positions, unmasked))
-            start, i = tokens.stop, end
+            count = 1 if uneven(bounds[i:end]) else end - i
+            for first in range(i, end, count):
+                rows, tokens = slice(first, first + count), slice(start, start + count * width)
+                seq_len = int(bounds[rows].max())
+                pages, num_keys = self._pages(batch.req_pool_indices[rows], seq_len)
+                unmasked = frozenset(w for w in self._windows if w < 0 or w >= width - 1) if width == seq_len else frozenset[int]()
+                segments.append(Segment(tokens, pages, num_keys, query_positions(batch.seq_lens[rows], width), unmasked))
+                start = tokens.stop
         return segments
 
     def _pages(self, rows: torch.Tensor, written: int) -> tuple[torch.Tensor | slice, int]:

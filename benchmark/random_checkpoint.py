@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -69,6 +70,7 @@ def stored_as(name: str, shape: tuple[int, ...], names: Iterable[str]) -> Stored
     return ONES if len(shape) == 1 and "norm" in name else NORMAL
 
 
+@functools.cache
 def pools() -> dict[str, memoryview]:
     """The random bytes of every kind."""
     generator = torch.Generator().manual_seed(1)

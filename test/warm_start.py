@@ -199,8 +199,8 @@ def fork(main: Callable[[], object]) -> int:
         os._exit(0 if status is None else status & 255 if isinstance(status, int) else 1)
 
 
-def become(program: Program, fds: Mapping[int, int]) -> object:
-    """Run `program` in this process, a fresh fork, with no other descriptors than `fds`."""
+def become(program: Program, fds: Mapping[int, int], prepare: Callable[[], None] | None = None) -> object:
+    """Run `program` in this process, a fresh fork, with no other descriptors than `fds`. `prepare`: see `start_our_programs`."""
     gc.freeze()  # what the parent left behind is not ours to close
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGABRT):
@@ -211,14 +211,14 @@ def become(program: Program, fds: Mapping[int, int]) -> object:
         _keep_niceness()
     _take(fds)
     if program.runs_tests:
-        WarmStart.born_with = _fork_warm_process()
+        WarmStart.born_with = _fork_warm_process(prepare)
     else:
         subprocess.Popen = ForkedPopen  # type: ignore[misc]
         multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     return program.run()
 
 
-def _fork_warm_process() -> WarmProcess:
+def _fork_warm_process(prepare: Callable[[], None] | None) -> WarmProcess:
     """Start a warm process before this one has threads."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -226,7 +226,7 @@ def _fork_warm_process() -> WarmProcess:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         null = os.open(os.devnull, os.O_RDWR)
         _take({0: null, 1: 2, 2: 2, theirs.fileno(): theirs.fileno()})  # pytest-xdist talks by the first two
-        start_our_programs(theirs)
+        start_our_programs(theirs, prepare)
 
     pid = fork(serve)
     theirs.close()
@@ -355,10 +355,11 @@ def main() -> None:
     for name in (*IMPORTED, *(IMPORTED_BY_TESTS if tests else ())):
         importlib.import_module(name)
     changed = import_tests(tests) if tests else {}
+    prepare = warm_state.prepare_for_forks() if tests and _start_programs() else None
     gc.collect()
     gc.enable()
     if tests:
-        start_programs(asked, changed)
+        start_programs(asked, changed, prepare)
     else:
         start_our_programs(asked)
     os._exit(0)  # without the second that the interpreter takes to delete all modules
@@ -388,12 +389,20 @@ def import_tests(tests: Sequence[str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
-def start_our_programs(asked: socket.socket) -> None:
-    """When the first program is asked for, prepare what each of them would read or compute, then start programs."""
+def _start_programs() -> bool:
+    """Whether tests that start our programs have been imported."""
+    return any(Path(getattr(module, "__file__", None) or "").parent == TEST / "process" for module in list(sys.modules.values()))
+
+
+def start_our_programs(asked: socket.socket, prepare: Callable[[], None] | None = None) -> None:
+    """When the first program is asked for, get what each would read or compute, by `prepare` from the parent, then start programs."""
     if not asked.recv(1, socket.MSG_PEEK):
         return  # closed before it was of use
-    warm_state.prepare()
-    gc.collect()
+    if prepare is not None:
+        prepare()
+    else:
+        warm_state.prepare()
+        gc.collect()
     start_programs(asked)
 
 
@@ -411,8 +420,12 @@ def use_large_pages() -> None:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
 
 
-def start_programs(asked: socket.socket, variables: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Start what is asked for until the socket closes. `variables`: environment variables for programs that run tests."""
+def start_programs(
+    asked: socket.socket, variables: Mapping[str, str] = MappingProxyType({}), prepare: Callable[[], None] | None = None
+) -> None:
+    """Start what is asked for until the socket closes. The others are for programs that run tests: environment variables, and how their
+    warm processes `prepare`.
+    """
     use_large_pages()
     while True:
         order, fds, *_ = socket.recv_fds(asked, 1 << 20, 64)
@@ -425,7 +438,7 @@ def start_programs(asked: socket.socket, variables: Mapping[str, str] = MappingP
         mine, its = os.pipe()
         between = os.fork()
         if not between:  # ends at once, so that its child becomes the child of the process that asked
-            pid = fork(lambda program=program, fds=fds: become(program, dict(zip(program.fds, fds, strict=True))))
+            pid = fork(lambda program=program, fds=fds: become(program, dict(zip(program.fds, fds, strict=True)), prepare))
             os.write(its, str(pid).encode())
             os._exit(0)
         os.close(its)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 HEAD_DIMS = (16, 64)
 """Of the tests' tiny models, and of the embedded model."""
@@ -20,6 +23,49 @@ def prepare() -> None:
     resolve_config_types()
     find_shapes()
     shorten_measurement()
+
+
+def prepare_for_forks() -> Callable[[], None]:
+    """Read and compute it for forks of this process. Those that start programs call what this returns; all others work as usual.
+
+    No thread is left, because forks would lack it. Before the embedded model is on this machine, each of them has to prepare itself.
+    """
+    from tqdm import tqdm
+
+    from runtime.constrained import llguidance_backend
+    from runtime.model_executor import depth_costs, model_loader
+    from runtime.model_files.cache_folder import default_cache_dir
+    from runtime.model_files.embedded import converted_folder
+    from runtime.model_files.gguf_convert import is_converted
+    from runtime.models.weights import WeightTable
+    from runtime.text.tokenizer import Tokenizer
+
+    if not is_converted(converted_folder(default_cache_dir())):
+        return prepare
+    places = (
+        (Tokenizer, "load"),
+        (WeightTable, "load"),
+        (model_loader, "model_weights"),
+        (llguidance_backend, "LLTokenizer"),
+        (depth_costs, "BUDGET"),
+    )
+
+    def values() -> list[object]:
+        return [vars(owner)[name] for owner, name in places]
+
+    def replace_by(new: list[object]) -> None:
+        for (owner, name), value in zip(places, new, strict=True):
+            setattr(owner, name, value)
+
+    usual, threads, deadline = values(), os.listdir("/proc/self/task"), time.monotonic() + 60.0
+    with patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}), patch.object(tqdm, "monitor_interval", 0):
+        prepare()
+    prepared = values()
+    replace_by(usual)
+    while os.listdir("/proc/self/task") != threads:
+        assert time.monotonic() < deadline, "a thread is left"
+        time.sleep(0.01)
+    return lambda: replace_by(prepared)
 
 
 def keep_tokenizer() -> None:

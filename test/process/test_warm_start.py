@@ -23,7 +23,7 @@ from runtime.constrained import llguidance_backend
 from runtime.entrypoints.prepare import prepare
 from runtime.layers.attention.stable_shapes import HeadKind, find_stable_shapes
 from runtime.layers.quantization.int4 import quantize_groups
-from runtime.model_executor import model_loader
+from runtime.model_executor import depth_costs, model_loader
 from runtime.model_executor.context import AS_CONFIGURED, make_context
 from runtime.model_files.cache_folder import default_cache_dir
 from runtime.model_files.embedded import embedded_folder
@@ -72,6 +72,29 @@ def test_a_warm_process_that_starts_nothing_computes_nothing(monkeypatch: pytest
     monkeypatch.setattr(warm_state, "prepare", lambda: pytest.fail("it prepares"))
     ours.close()
     warm_start.start_our_programs(theirs)
+
+
+def test_only_forks_that_start_programs_have_what_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedded_folder(default_cache_dir())
+    usual = vars(Tokenizer)["load"], depth_costs.BUDGET
+    monkeypatch.setattr(depth_costs, "BUDGET", depth_costs.BUDGET)
+    monkeypatch.setattr(warm_state, "prepare", lambda: setattr(depth_costs, "BUDGET", -1.0))
+    use = warm_state.prepare_for_forks()
+    assert (vars(Tokenizer)["load"], depth_costs.BUDGET) == usual
+    use()
+    assert depth_costs.BUDGET == -1.0
+
+
+def test_a_warm_process_uses_what_its_parent_has_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(warm_state, "prepare", lambda: pytest.fail("it prepares"))
+    used = list[str]()
+    monkeypatch.setattr(warm_start, "start_programs", lambda asked: used.append("starts"))
+    ours.send(b"a program")
+    warm_start.start_our_programs(theirs, lambda: used.append("uses"))
+    assert used == ["uses", "starts"]
+    ours.close()
+    theirs.close()
 
 
 def test_a_kept_tokenizer_is_that_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,7 +323,7 @@ def command(tmp_path: Path) -> Callable[..., list[str]]:
     (tmp_path / "prompts.txt").write_text("Tell me a tale.\none, two, three\n")
     common = ["--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--random-seed", "0", "--cpu-threads", "1"]
     drafts = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(head), "--max-running-requests", "4"]
-    own = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "24", "--output", str(tmp_path / "t.json"), "--seconds", "6"]
+    own = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "24", "--output", str(tmp_path / "t.json"), "--seconds", "30"]
     return lambda *more: [*common, *drafts, *own, *more]
 
 

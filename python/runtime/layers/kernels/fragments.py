@@ -44,6 +44,6 @@ def readable(weight: torch.Tensor, kind: str, columns: int, scale_columns: int) 
     return weight.is_contiguous() and columns % lane == 0 and (kind != "fp8" or scale_columns % (4 * lane) == 0)
 
 
-def source(file: Path, constants: Mapping[str, int | str], *shared: Path | str) -> str:
+def source(file: Path, constants: Mapping[str, int], *shared: Path | str) -> str:
     """The program: `fragments.cu`, other `shared` files or text, and the kernel's `file`."""
     return program(constants, Path(__file__).with_name("fragments.cu"), *shared, file)

@@ -14,9 +14,8 @@
 // sorted pairs, and of columns, which are those of x in the second GEMM. The second GEMM stores sums times the weights of their pairs, each at the
 // index of its pair, in bfloat16.
 //
-// Defined before this text: SIZES (numbers of pairs that there are instructions for, ascending up to PAIRS), BIAS, ACT, EARLY and the rest of
-// `fragments.cu`; CLUSTER_M 1, SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored); multiply() of these sizes;
-// widened_tiles.cu; the file of the format.
+// Defined before this text: FEWER (of a tile that has no more pairs than these), BIAS, ACT, EARLY and the rest of `fragments.cu`; CLUSTER_M 1,
+// SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored); multiply() of both numbers of pairs; widened_tiles.cu; the file of the format.
 
 constexpr int PITCH = 48, STAGED = 32, STAGING_BYTES = STAGED * PITCH;  // bytes from pair to pair of a warp's results; pairs staged at once
 constexpr int STAGING_AT = SCALES_AT + SCALE_BYTES;
@@ -171,13 +170,6 @@ struct Multiplier {
             }
         }
     }
-    // With instructions of the first N with room for the item's pairs.
-    template <int N, int... LARGER> __device__ __forceinline__ void run_smallest(const Item& item, Ring& ring, const Widener& widener) const {
-        if constexpr (sizeof...(LARGER) > 0) {
-            if (item.count > N) return run_smallest<LARGER...>(item, ring, widener);
-        }
-        run_item<N>(item, ring, widener);
-    }
     __device__ __forceinline__ void run(Ring& ring, Widener& widener) const {
         for (Items items(work); items.inside();) {
             const Item item = items.next();
@@ -187,8 +179,10 @@ struct Multiplier {
                     ring.wait_full();
                     release(ring.empty_here(), lane);
                 }
+            } else if (FEWER < PAIRS && item.count <= FEWER) {
+                run_item<FEWER>(item, ring, widener);
             } else {
-                run_smallest<SIZES>(item, ring, widener);
+                run_item<PAIRS>(item, ring, widener);
             }
             widener.end_item();
         }

@@ -58,15 +58,16 @@ class _Tile:
 
     Attributes:
         groups: number of multiplying warpgroups, limited by registers: while one waits, others convert weights.
-        fewer: numbers of pairs, ascending, up to which a tile uses smaller instructions. Their code takes room in the instruction cache.
+        fewer: tiles with at most this many pairs use smaller instructions, whose code takes room in the instruction cache; 0 if there are
+            none.
     """
 
     groups: int
-    fewer: tuple[int, ...] = ()
+    fewer: int = 0
 
 
 TILES: Mapping[WeightFormat, dict[int, _Tile]] = {
-    "fp8": {16: _Tile(2), 32: _Tile(2, (24,)), 48: _Tile(2, (24,))},
+    "fp8": {16: _Tile(2), 32: _Tile(2, 24), 48: _Tile(2, 24)},
     "mxfp4": {pairs: _Tile(3 if pairs <= 80 else 2) for pairs in WIDENED_TILES["mxfp4"]},
 }
 """Tiles by number of pairs. Sums of e4m3 need twice the registers, because each stage's sums are scaled before they are added."""
@@ -236,14 +237,14 @@ def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     v, tiles = variant, TILES[variant.format]
     assert v.pairs in tiles, f"expected tiles of {tuple(tiles)} pairs; got {v.pairs}"
-    sizes = *v.tile.fewer, v.pairs
+    fewer = v.tile.fewer or v.pairs
     constants = dict(
         FORMAT=FORMATS[v.format], ACT=v.act, EARLY=int(v.early), ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
         LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format], PAIRS=v.pairs,
-        SIZES=", ".join(map(str, sizes)), STAGES=v.stages, SLOTS=SLOTS, SCALES=v.columns // GROUP, STAGE_SCALES=STAGE_SCALES,
+        FEWER=fewer, STAGES=v.stages, SLOTS=SLOTS, SCALES=v.columns // GROUP, STAGE_SCALES=STAGE_SCALES,
         GATED=int(v.gated), BIAS=int(v.bias),
     )  # fmt: skip
-    multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in sizes)
+    multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in sorted({fewer, v.pairs}))
     here = Path(__file__)
     return fragments.source(
         here.with_suffix(".cu"), constants, PARTS, GROUPED_PARTS, multiply, here.with_name("widened_tiles.cu"), PARTS_OF[v.format]

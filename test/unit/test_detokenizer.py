@@ -195,6 +195,14 @@ def test_no_stop_trim_shows_the_stop_but_nothing_after_it() -> None:
     assert update.text == "ok."
 
 
+@pytest.mark.parametrize(("keep", "text"), [(False, "ok"), (True, "ok.")])
+def test_a_stop_token_is_the_reason_even_if_its_text_ends_a_stop_string(keep: bool, text: str) -> None:
+    bench = Bench()
+    bench.begin(stop=("k.", "."), keep=keep)
+    (update,) = bench.feed(out(b"ok.", 3, finish := Finish(reason="stop", matched=ord("."))))
+    assert (update.text, update.finish) == (text, finish)
+
+
 def test_split_characters_are_never_shown_in_parts() -> None:
     bench = Bench()
     bench.begin()

@@ -608,6 +608,24 @@ def test_a_stop_may_stay_in_the_text(path: str, body: dict[str, Any]) -> None:
     run(check())
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a", "no_stop_trim": True}),
+        ("/generate", {"text": "a", "sampling_params": {"include_stop_str_in_output": True}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "no_stop_trim": True}),
+    ],
+)
+def test_an_error_says_where_a_stop_may_stay_in_the_text(path: str, body: dict[str, Any]) -> None:
+    async def check() -> None:
+        async with front() as f:
+            answer = await f.post(path, body)
+            assert answer.status_code == 400
+            assert "/v1/completions takes no_stop_trim, /generate takes it in sampling_params" in answer.json()["error"]["message"]
+
+    run(check())
+
+
 def test_an_aborted_echo_does_not_pass_for_a_whole_one() -> None:
     async def check() -> None:
         async with front(ScriptedScheduler(hold=0)) as f:

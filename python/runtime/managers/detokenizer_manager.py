@@ -129,8 +129,10 @@ class DetokenizerManager:
         shown: list[str] = []
         stop_token = out.finish.matched if out.finish is not None and out.finish.reason == "stop" else None
         for index, token in enumerate(tokens):
-            if token == stop_token and index == len(tokens) - 1 and not request.info.no_stop_trim:
-                break  # the stop token is not part of the text
+            if token == stop_token and index == len(tokens) - 1:
+                # The stop token is not searched for stop strings, and is part of the text only on request.
+                shown.append(request.stops.flush() + (request.text.step((token,)) if request.info.no_stop_trim else ""))
+                break
             shown.append(request.searched(token))
             if request.stops.matched is not None:
                 return "".join(shown), index + 1

@@ -19,6 +19,7 @@ from runtime.entrypoints.http.body import (
     RoutingFields,
     SamplingFields,
     Text,
+    TokenId,
     TokenIds,
     TopLogprobs,
     Unused,
@@ -194,7 +195,10 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """A body of /detokenize."""
 
-    tokens: IdLists
+    tokens: Annotated[
+        list[TokenId] | Annotated[list[list[TokenId]], items(1, MAX_PROMPTS)],
+        Field(description=f"an array of token ids, or an array of 1 to {MAX_PROMPTS} of these"),
+    ]
     model: ModelName | None = None
     skip_special_tokens: bool = True
 

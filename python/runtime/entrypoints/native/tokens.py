@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from typing import Any
 
 from starlette.responses import Response
@@ -50,13 +51,14 @@ class TokenApi:
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of one list of token ids, or the texts of several."""
-        lists: list[list[int]] = body.tokens if isinstance(body.tokens[0], list) else [body.tokens]  # pyright: ignore[reportAssignmentType]
-        highest, limit = max(max(ids) for ids in lists), self._manager.limits.vocab_size
+        several = bool(body.tokens) and isinstance(body.tokens[0], list)
+        lists: list[list[int]] = body.tokens if several else [body.tokens]  # pyright: ignore[reportAssignmentType]
+        highest, limit = max(chain.from_iterable(lists), default=0), self._manager.limits.vocab_size
         if highest >= limit:
             raise UnknownToken("tokens", highest, limit, subject="tokens has")
         skip = body.skip_special_tokens
         texts = await asyncio.to_thread(lambda: [self._tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists])
-        text = texts if isinstance(body.tokens[0], list) else texts[0]
+        text = texts if several else texts[0]
         return json_response({"text": text, "prompt": text})
 
     async def info(self) -> Response:

@@ -143,3 +143,21 @@ def test_what_is_no_origin_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match="--allow-origins"):
         check(from_fields({"allow_origins": origin}))
     check(from_fields({"allow_origins": "*"}))
+
+
+@pytest.mark.parametrize("host", ["https://own.example", "own.example:30000", "*.example", "own.example, a/b"])
+def test_what_no_host_name_equals_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--allowed-hosts .* is not a host name"):
+        check(from_fields({"allowed_hosts": host}))
+    for hosts in ("*", "own.example, 10.0.0.7"):
+        check(from_fields({"allowed_hosts": hosts}))
+
+
+def test_metrics_are_protected_only_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TALON_API_KEY", raising=False)
+    for other in ({}, {"admin_api_key": "a"}):
+        with pytest.raises(ConfigError, match="--protect-metrics has no effect without keys"):
+            check(from_fields({"protect_metrics": True, **other}))
+    check(from_fields({"protect_metrics": True, "api_key": "k"}))
+    monkeypatch.setenv("TALON_API_KEY", "k")
+    check(from_fields({"protect_metrics": True}))

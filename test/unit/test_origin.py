@@ -45,6 +45,15 @@ def test_another_host_reads_nothing(host: str) -> None:
     assert answers(requests, api_key="secret") == [200, 200], "a page does not know the key"
 
 
+def test_a_refused_host_is_allowed_by_its_name_without_a_port() -> None:
+    async def check() -> str:
+        async with front() as f:
+            return (await f.client.get("/get_server_info", headers={"Host": "own.example:30000"})).json()["error"]["message"]
+
+    assert asyncio.run(check()).endswith("Add it, without a port, to --allowed-hosts.")
+    assert answers([("GET", "/get_server_info", {"Host": "own.example:30000"})], allowed_hosts=("own.example",)) == [200]
+
+
 def test_a_page_of_another_origin_writes_nothing() -> None:
     scheduler = ScriptedScheduler()
     evil, null = {"Origin": "https://evil.example"}, {"Origin": "null"}

@@ -656,7 +656,7 @@ SAME_NAME: dict[str, object] = {
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
-    "strict_request_fields": True, "protect_metrics": True, "log_level_http": "error", "uds": "/tmp/s",
+    "strict_request_fields": True, "log_level_http": "error", "uds": "/tmp/s",
     "log_format": "json", "log_slow_requests": 3.5, "otlp_traces_endpoint": "http://collector:4318/v1/traces",
     "embedding_pooling": "last", "grammar_backend": "none", "speculative_tuning": None,
 }  # fmt: skip
@@ -665,6 +665,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "api_key_file": ({"api_key_file": KEY_FILE}, lambda c: c.server.api_key_file, KEY_FILE),
     **{name: ({"ssl_keyfile": KEY_FILE, "ssl_certfile": KEY_FILE, "ssl_keyfile_password": "p"}, attrgetter(f"server.{name}"), value)
        for name, value in (("ssl_keyfile", KEY_FILE), ("ssl_certfile", KEY_FILE), ("ssl_keyfile_password", "p"))},
+    "protect_metrics": ({"protect_metrics": True, "api_key": "k"}, lambda c: c.server.protect_metrics, True),
     "allowed_hosts": ({"allowed_hosts": "a.example, b.example"}, lambda c: c.server.allowed_hosts, ("a.example", "b.example")),
     "allow_origins": (
         {"allow_origins": "https://a.example, http://b:3000/"}, lambda c: c.server.allow_origins, ("https://a.example", "http://b:3000")

@@ -23,14 +23,17 @@ LOGPROB_CELLS_PER_TOKEN = 128
 
 
 def check_server(args: ServerArgs) -> None:
-    """Raise `ConfigError` for invalid addresses, keys that no client can send, and a profile folder that is a file."""
+    """Raise `ConfigError` for invalid addresses, origins and hosts, keys that no client can send, and a profile folder that is a file."""
     for name, key in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key), (KEY_VARIABLE, _api_key(args))):
         if key is not None and (problem := key_problem(key)):
             raise ConfigError(f"{name} {problem}")
     if args.api_key_file is not None:
         read_key_file(Path(args.api_key_file))
+    if args.protect_metrics and args.api_key_file is None and _api_key(args) is None:
+        raise ConfigError("--protect-metrics has no effect without keys. Add --api-key or --api-key-file, or leave it out.")
     _check_address(args)
     _origins(args)
+    _hosts(args)
     _traces_endpoint(args.otlp_traces_endpoint)
     if args.profile is not None and (not args.profile or (os.path.exists(args.profile) and not os.path.isdir(args.profile))):
         raise ConfigError(f"--profile must name a folder for the traces; got {args.profile!r}. A missing folder is created.")
@@ -58,7 +61,7 @@ def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
         api_key=_api_key(args),
         max_logprob_cells=args.max_logprob_cells or LOGPROB_CELLS_PER_TOKEN * context_length,
         allow_origins=_origins(args),
-        allowed_hosts=tuple(name.strip() for name in (args.allowed_hosts or "").split(",") if name.strip()),
+        allowed_hosts=_hosts(args),
         otlp_traces_endpoint=_traces_endpoint(args.otlp_traces_endpoint),
         profile_folder=args.profile,
     )
@@ -105,6 +108,15 @@ def _origins(args: ServerArgs) -> tuple[str, ...]:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
             raise ConfigError(f"--allow-origins {origin} is not an origin. Give scheme://host or scheme://host:port, or *.")
     return origins
+
+
+def _hosts(args: ServerArgs) -> tuple[str, ...]:
+    """The names of --allowed-hosts. Raises `ConfigError` for entries that no host name equals."""
+    hosts = tuple(name.strip() for name in (args.allowed_hosts or "").split(",") if name.strip())
+    for host in hosts:
+        if not re.fullmatch(r"\*|[^*/:\s]+", host):
+            raise ConfigError(f"--allowed-hosts {host} is not a host name. Give names without scheme and port, or *; addresses need none.")
+    return hosts
 
 
 def _api_key(args: ServerArgs) -> str | None:

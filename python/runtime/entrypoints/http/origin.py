@@ -41,7 +41,7 @@ class OriginGate:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._knows(host):
-            raise StatusError(403, f"The Host {shown(host)} is not a name of this server. Add it to --allowed-hosts.")
+            raise StatusError(403, f"The Host {shown(host)} is not a name of this server. Add it, without a port, to --allowed-hosts.")
         writes = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         site = headers.get("sec-fetch-site", "none")
         foreign = not self._allows(origin, host) if origin is not None else site not in ("none", "same-origin")

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,12 @@ from warm_start import warm_start
 
 FIRST = ("test_storm.py", "test_stable_rows.py")
 """Files that take long with few tests: started late, one of them would run alone at the end."""
+
+with suppress(ImportError):  # the tests for GPUs do without it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy machine")
 
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)  # without certificates: httpx reads all of them for each client, 20 ms of a core

@@ -142,7 +142,7 @@ FRAGMENTS = ["<", "|", ">", "|>", "<|", "<|im_", "im_end|>", *SPECIAL, "<think>"
 spelled = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(spelled, min_size=1, max_size=3))
 def test_messages_never_make_control_tokens(chatml: Tokenizer, texts: list[str]) -> None:
     chat = [{"role": "user", "content": text} for text in texts]
@@ -152,7 +152,7 @@ def test_messages_never_make_control_tokens(chatml: Tokenizer, texts: list[str])
     assert chatml.decode(chatml.encode_chat(chat), skip_special_tokens=False) == chatml.render_chat(chat)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     spelled,
     spelled,

@@ -73,7 +73,7 @@ steps = st.lists(
 
 
 @given(steps)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_copied_text_is_what_sets_of_ngrams_say(steps: list[tuple]) -> None:
     rows = Rows()
     for step in steps:

@@ -198,7 +198,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=FUZZ_EXAMPLES, deadline=None)
+@settings(max_examples=FUZZ_EXAMPLES)
 @given(st.lists(st.sampled_from(PIECES), max_size=25), st.booleans())
 def test_any_tokens_are_read_the_same_in_any_pieces(pieces: list[str], separate: bool) -> None:
     ids = encode("".join(pieces))

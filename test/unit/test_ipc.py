@@ -152,7 +152,7 @@ GOOD = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.sampled_from(GOOD), st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=4), st.integers(0, 300))
 def test_a_mutated_frame_is_a_message_or_a_typed_error(frame: bytes, edits: list[tuple[int, int]], cut: int) -> None:
     mutated = bytearray(frame)
@@ -165,7 +165,7 @@ def test_a_mutated_frame_is_a_message_or_a_typed_error(frame: bytes, edits: list
     assert isinstance(message, (io.GenerateReq, io.AbortReq, io.StopReq, io.ControlReq, io.DrainReq))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_typed_error(frame: bytes) -> None:
     with pytest.raises(BadFrame):

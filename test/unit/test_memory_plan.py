@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, reject, settings
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 
 from runtime.errors import ConfigError
@@ -26,7 +26,6 @@ budgets = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(budget=budgets, page=st.sampled_from([1, 16, 64]))
 def test_kv_takes_the_rest_to_the_last_page(budget: Budget, page: int) -> None:
     try:
@@ -53,7 +52,6 @@ def test_the_table_names_the_weights_of_experts() -> None:
     assert sum(table.values()) == budget.total
 
 
-@settings(deadline=None)
 @given(budget=budgets, fraction=st.floats(0.85, 0.99))
 def test_a_given_share_holds_weights_and_kv(budget: Budget, fraction: float) -> None:
     plan = plan_memory(budget, 16, None, fraction, 64)
@@ -61,7 +59,6 @@ def test_a_given_share_holds_weights_and_kv(budget: Budget, fraction: float) -> 
     assert used <= budget.total * fraction < used + 16 * budget.bytes_per_slot + 1
 
 
-@settings(deadline=None)
 @given(budget=budgets, wanted=st.integers(1, 1 << 24), page=st.sampled_from([1, 16]))
 def test_wanted_tokens_are_given_or_a_valid_number_is_named(budget: Budget, wanted: int, page: int) -> None:
     try:
@@ -99,7 +96,6 @@ def test_wanted_tokens_are_not_lowered_below_one_request() -> None:
         plan_memory(budget, 16, 2048, None, most + 1)
 
 
-@settings(deadline=None)
 @given(budget=budgets, page=st.sampled_from([1, 16, 64]), least=st.integers(1 << 16, 1 << 22))
 def test_the_missing_amount_is_exact_to_one_mib(budget: Budget, page: int, least: int) -> None:
     try:
@@ -114,7 +110,6 @@ def test_the_missing_amount_is_exact_to_one_mib(budget: Budget, page: int, least
         plan_memory(replace(budget, free=budget.free + short - MIB), page, None, None, least)
 
 
-@settings(deadline=None)
 @given(budget=budgets, page=st.sampled_from([1, 16, 64]))
 def test_refused_tokens_need_more_than_is_left(budget: Budget, page: int) -> None:
     try:

@@ -244,7 +244,7 @@ values = st.recursive(
 names = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *GenerateBody.model_fields, *REFUSED, "x"}))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     body=st.dictionaries(
         st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *GenerateBody.model_fields, *REFUSED, "x"})),
@@ -259,7 +259,7 @@ def test_any_body_is_accepted_or_refused_by_a_request_error(body: dict[str, obje
             assert refusal is None or (refusal.param and len(str(refusal)) < 600)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(value=values)
 def test_depth_follows_the_definition(value: object) -> None:
     def depth(one: object) -> int:

@@ -306,7 +306,7 @@ PIECES += ["name", "arguments", '{"name": "now", "arguments": {', "call:now{", "
 outputs = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=30)
 
 
-@settings(max_examples=FUZZ_EXAMPLES, deadline=None)
+@settings(max_examples=FUZZ_EXAMPLES)
 @given(st.sampled_from(FORMATS), st.sampled_from([None, *sorted(THINK_FORMATS)]), outputs, st.data())
 def test_any_text_is_read_the_same_in_any_pieces(name: str, thinking: str | None, pieces: list[str], data: st.DataObject) -> None:
     text = "".join(pieces)
@@ -318,7 +318,7 @@ def test_any_text_is_read_the_same_in_any_pieces(name: str, thinking: str | None
     assert all(function in TOOLS for function, _ in whole.calls)
 
 
-@settings(max_examples=FUZZ_EXAMPLES, deadline=None)
+@settings(max_examples=FUZZ_EXAMPLES)
 @given(st.sampled_from(FORMATS), st.lists(st.dictionaries(st.just("city"), st.text()), min_size=1, max_size=3))
 @example("mimo", [{"city": "{}"}])
 def test_any_text_survives_as_an_argument(name: str, arguments: list[dict[str, str]]) -> None:

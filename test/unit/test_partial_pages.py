@@ -60,7 +60,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(STEPS, st.sampled_from([1, 8, 9, 16]), st.sampled_from([0, 1]))
 @example([("insert", STEMS[0], 40, [], ""), ("match", STEMS[0], 20, [1], ""), ("match", STEMS[0], 20, [0], "")], 16, 0)
 def test_the_partial_page_is_the_one_that_agrees_longest(steps: list[Any], page_size: int, lookahead: int) -> None:
@@ -164,7 +164,7 @@ class Opened:
         self.source = None if self.pages.partial is None else self.pages.partial.page
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

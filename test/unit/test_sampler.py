@@ -80,7 +80,7 @@ def slow_filter(probs: list[float], top_k: int, top_p: float, min_p: float) -> l
     return [probs[t] / total if t in kept else 0.0 for t in range(len(probs))]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 1 << 30),
     top_k=st.one_of(st.integers(1, 12), st.just(1 << 30)),

@@ -103,7 +103,7 @@ def test_tokenizer_eos_ids_reads_the_files_alone(tmp_path: Path, folder: Path) -
         tokenizer_eos_ids(tmp_path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from([*SPECIAL, "<think>", "</think>", "<", "|", ">", "im_end", " ", "é", "a"]), max_size=12))
 def test_plain_text_never_makes_control_tokens(tokenizer: Tokenizer, pieces: list[str]) -> None:
     text = "".join(pieces)

@@ -355,7 +355,7 @@ def main() -> None:
     for name in (*IMPORTED, *(IMPORTED_BY_TESTS if tests else ())):
         importlib.import_module(name)
     changed = import_tests(tests) if tests else {}
-    prepare = warm_state.prepare_for_forks() if tests and _start_programs() else None
+    prepare = warm_state.prepare_for_forks() if tests and _tests_start_programs() else None
     gc.collect()
     gc.enable()
     if tests:
@@ -389,7 +389,7 @@ def import_tests(tests: Sequence[str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
-def _start_programs() -> bool:
+def _tests_start_programs() -> bool:
     """Whether tests that start our programs have been imported."""
     return any(Path(getattr(module, "__file__", None) or "").parent == TEST / "process" for module in list(sys.modules.values()))
 

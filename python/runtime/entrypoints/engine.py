@@ -89,7 +89,7 @@ class Engine:
                 `max_new_tokens` 0 only the prompt is computed; `n` is the number of texts per prompt.
             input_ids: token ids, or a list of such lists, instead of `prompt`.
             return_logprob: put the log-probabilities of the output tokens into `meta_info`.
-            logprob_start_len: also report those of the prompt, from this token on; -1 or None for none.
+            logprob_start_len: also report those of the prompt, from this token on; -1 or None lists only the last token, without one.
             top_logprobs_num: how many of the most likely tokens to report at each position.
             stream: yield outputs as they grow; one prompt only.
             rid: the request id, or one per prompt.

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EXPERTS, TOP_K, ROUNDING = 12, 4, 1e-2
 SIZES = [(512, 384), (2880, 192), (64, 2880), (448, 704), (2880, 1472)]
 """Hidden and inner sizes: whole stages and tiles of weights; half stages; fewer columns than a stage; partial tiles."""
-PAIRS, SOME_PAIRS = WIDENED_TILES["mxfp4"], (16, 80, 144)
+PAIRS, SOME_PAIRS = tuple(WIDENED_TILES["mxfp4"]), (16, 80, 160)
 
 
 class Layer(AnyLayer):

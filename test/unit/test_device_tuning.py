@@ -136,15 +136,14 @@ def test_experts_that_are_widened_have_the_tiles_that_were_fastest() -> None:
         96: 32,
         192: 32,
         224: 48,
-        256: 48,
-        320: 64,
+        320: 48,
         384: 64,
-        448: 80,
         512: 80,
-        768: 112,
-        1024: 160,
-        1536: 112,
-        2048: 144,
+        768: 80,
+        1024: 80,
+        2048: 80,
+        3072: 80,
+        8192: 160,
     }
     assert {count: experts.widened_pairs("mxfp4", count, 4 / 32) for count in fastest} == fastest
     assert experts.widened_pairs("mxfp4", 512, 4 / 128) == 32, "of four times as many experts, each has a quarter of the pairs"

@@ -15,11 +15,12 @@ WeightFormat = Literal["dense", "fp8", "mxfp4"]
 """Weights in the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 with one scale per 32 columns."""
 FEW_BLOCKS = frozenset({1, 4, 8, 16, 32, 64})
 """Token counts that together use every kernel for few tokens."""
-WIDENED_TILES: Mapping[WeightFormat, tuple[int, ...]] = {"fp8": (16, 32, 48), "mxfp4": (16, 32, 48, 64, 80, 112, 144, 160)}
-"""Pairs of the tiles of the grouped WGMMA GEMMs that convert weights in registers."""
-SPREAD, CONVERSION = 1.5, 20
-"""The tiles of an expert have room for its mean number of pairs and this many standard deviations, if tokens choose experts independently.
-Converting the weights of a tile takes as long as multiplying them by this many pairs."""
+WIDENED_TILES: Mapping[WeightFormat, Mapping[int, float]] = {
+    "fp8": {16: 11, 32: 24, 48: math.inf},
+    "mxfp4": {16: 11, 32: 24, 48: 40, 64: 50, 80: 448, 160: math.inf},
+}
+"""Pairs of the tiles of the grouped WGMMA GEMMs that convert weights in registers, and the largest mean number of pairs of an expert for
+which they are chosen. Measured with uneven routing, where the numbers of pairs deviate from their mean by half of it."""
 MID_ROUTER_ROWS = 1024
 """Up to this many tokens, several programs of the Triton router split the GEMM of 16 tokens; above, one program computes 32 whole rows."""
 
@@ -67,8 +68,7 @@ class ExpertTuning:
         above, most = self.widened.get(weights, (rows, rows))
         if not above < rows <= most:
             return 0
-        needed = rows * share + SPREAD * math.sqrt(rows * share)
-        return min(WIDENED_TILES[weights], key=lambda pairs: math.ceil(needed / pairs) * (pairs + CONVERSION))
+        return next(pairs for pairs, largest in WIDENED_TILES[weights].items() if rows * share <= largest)
 
     def without_fp8_rows(self) -> ExpertTuning:
         """The same, with 16-bit activations for any number of tokens."""
@@ -84,8 +84,8 @@ class ExpertTuning:
         bounds = {bound for table in self.many.values() for bound, _ in table}
         bounds |= {bound for least, _ in self.wgmma.values() for bound in (least - 1, least)}
         for share, (kind, (above, last)) in product(shares, self.widened.items()):
-            means = ((math.sqrt(pairs + SPREAD**2 / 4) - SPREAD / 2) ** 2 for pairs in WIDENED_TILES[kind])  # that fill one tile
-            bounds |= {above, *(min(max(int(mean / share), above + 1), last) for mean in means)}
+            means = WIDENED_TILES[kind].values()
+            bounds |= {above, last, *(min(max(int(mean / share), above + 1), last) for mean in means if mean < math.inf)}
         return {min(bound, most) for bound in bounds | FEW_BLOCKS | {MID_ROUTER_ROWS}}
 
 

@@ -54,7 +54,7 @@ class SparseMlp:
 
     def __init__(self, router: Router, experts: Experts, ops: BlockOps, shared: SharedExpert | None = None) -> None:
         self.router, self.experts, self.shared = router, experts, shared
-        self.kernel_launches = 5 if shared is None else 8
+        self.kernel_launches = 7 if shared is None else 10
         self._routed = experts.without_last() if router.rule.shared else experts
         self._ops = ops
 

@@ -83,6 +83,26 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "MiMoForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
+    "Phi3ForCausalLM": (
+        "phi3",
+        {
+            **{name: value for name, value in ATTENTION.items() if name != "head_dim"}, "num_attention_heads": 32, "sliding_window": 6,
+            "original_max_position_embeddings": 32, "pad_token_id": 0, "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e3, "partial_rotary_factor": 0.5,
+                "short_factor": [1.5] * 4, "long_factor": [2.5] * 4,
+            },
+        },
+    ),
+    "SmolLM3ForCausalLM": (
+        "smollm3",
+        {
+            **{name: value for name, value in ATTENTION.items() if name != "head_dim"}, "num_attention_heads": 32, "pad_token_id": 0,
+            "use_sliding_window": True, "sliding_window": 6, "layer_types": KINDS, "no_rope_layers": [1, 1, 0, 1, 0, 1, 1, 0],
+            "no_rope_layer_interval": 3, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False,
+        },
+    ),
+    "SeedOssForCausalLM": ("seed_oss", {**ATTENTION, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
 }  # fmt: skip
 """For each class, transformers' model type and a file in which as many fields as possible differ from their defaults."""
 WITHOUT_MEANING = {"kv_lora_rank", "v_head_dim", "n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace"}

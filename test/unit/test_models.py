@@ -30,6 +30,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -39,6 +41,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from runtime.batch import ForwardMode
@@ -197,6 +203,39 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
         ),
     ),
+    "phi3": (Phi3ForCausalLM, Phi3Config(**COMMON, pad_token_id=0)),
+    "phi3-window-longrope": (
+        Phi3ForCausalLM,
+        Phi3Config(
+            **COMMON,
+            pad_token_id=0,
+            sliding_window=7,
+            original_max_position_embeddings=4,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+                "attention_factor": 1.1,
+                "short_factor": [1.0 + i / 8 for i in range(6)],
+                "long_factor": [2.0 + i for i in range(6)],
+            },
+        ),
+    ),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**COMMON, pad_token_id=0, no_rope_layers=[1, 0, 1])),
+    "smollm3-windows-biases": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config(
+            **COMMON,
+            pad_token_id=0,
+            no_rope_layer_interval=2,
+            use_sliding_window=True,
+            sliding_window=6,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "seed-oss": (SeedOssForCausalLM, SeedOssConfig(**COMMON, head_dim=16, attention_out_bias=True, mlp_bias=True)),
     "deepseek-biases": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3, attention_bias=True)),
 }
 

@@ -153,6 +153,7 @@ class ModelConfig:
         quant: how linear layers are quantised, in the checkpoint or while it is loaded; None for unquantised weights.
         full_attention: heads of the full-attention layers if they differ from those of the other layers; else None.
         shared_kv: as in `FullAttention`.
+        unrotated: layers without rotary embedding.
         v_norm: whether v is normed per head, without a weight.
         attn_scale: factor of attention scores; None for head_dim ** -0.5.
         embed_scale: factor applied to the embeddings, rounded to the model's dtype.
@@ -195,6 +196,7 @@ class ModelConfig:
     quant: QuantConfig | None = None
     full_attention: FullAttention | None = None
     shared_kv: bool = False
+    unrotated: tuple[int, ...] = ()
     v_norm: bool = False
     attn_scale: float | None = None
     embed_scale: float = 1.0
@@ -205,6 +207,8 @@ class ModelConfig:
 
     def of_layer(self, layer: int) -> ModelConfig:
         """The configuration with the heads and the rotary embedding of layer `layer`."""
+        if layer in self.unrotated:
+            return replace(self, rope_scaling=RopeScaling("proportional", 1.0, rotated=0.0), unrotated=())
         full = self.full_attention
         if full is None or self.window[layer] >= 0:
             return self

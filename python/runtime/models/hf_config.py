@@ -87,7 +87,7 @@ def decoder_config(
     """The architecture of a decoder under Llama's field names.
 
     Args:
-        head_dim: rotated entries of a head with latent attention; None for `head_dim` or hidden_size / num_attention_heads.
+        head_dim: entries of a head, with latent attention the rotated ones; None for `head_dim` or hidden_size / num_attention_heads.
         window: window of each layer; None for full attention everywhere.
         moe: the sparse MLPs, where the family has them.
         partial_rotary: whether the family reads `partial_rotary_factor`; if not, only factor 1 is accepted.

@@ -25,10 +25,13 @@ from runtime.models import (
     minimax_m2,
     mistral,
     mixtral,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
+    smollm3,
 )
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
@@ -84,6 +87,9 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": glm4_lite,
     "Glm4MoeForCausalLM": glm4_moe,
     "MiMoForCausalLM": mimo,
+    "Phi3ForCausalLM": phi3,
+    "SmolLM3ForCausalLM": smollm3,
+    "SeedOssForCausalLM": seed_oss,
 }
 EMBEDDING = "embed_tokens.weight"
 MTP_CLASSES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Glm4MoeForCausalLM", "MiMoForCausalLM")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
+import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -105,6 +109,53 @@ def test_a_stream_that_is_left_early_frees_its_request(engine: Engine) -> None:
     while (state := engine.get_server_info()["internal_states"][0])["num_running_reqs"] or state["token_usage"]:  # type: ignore[index]
         assert time.monotonic() < deadline
     engine.flush_cache()
+
+
+def test_ctrl_c_in_a_call_ends_its_requests(engine: Engine) -> None:
+    def state() -> dict[str, int]:
+        return engine.get_server_info()["internal_states"][0]  # type: ignore[index]
+
+    def interrupt() -> None:
+        while state()["num_running_reqs"] != 2:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    before = state()["generation_tokens_total"]
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(input_ids=[[5, 6], [5, 7]], sampling_params={"max_new_tokens": 490, "ignore_eos": True})
+    thread.join()
+    deadline = time.monotonic() + 60.0  # a limit for a hang, not a measurement
+    while state()["num_running_reqs"]:
+        assert time.monotonic() < deadline
+    assert state()["generation_tokens_total"] - before < 2 * 490
+
+
+def test_a_fork_is_told_to_start_its_own_engine(engine: Engine) -> None:
+    stream = engine.generate(input_ids=[8, 9], sampling_params={"max_new_tokens": 100, "ignore_eos": True}, stream=True)
+    next(stream)
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
+        child = os.fork()
+    if child == 0:
+        for call in (lambda: engine.generate(input_ids=[5]), lambda: next(stream), engine.get_server_info, engine.shutdown):
+            try:
+                call()
+                os.write(writer, b"nothing raised\n")
+            except BaseException as error:
+                os.write(writer, f"{error}\n".encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as lines:
+        said = lines.read().splitlines()
+    os.waitpid(child, 0)
+    refused = "This process is a fork of the engine's process. Start an engine of its own in each process."
+    assert said == [refused] * 3 + ["nothing raised"]
+    assert list(stream)[-1]["meta_info"]["completion_tokens"] == 100
+    with pytest.raises(TypeError, match="cannot be pickled or copied"):
+        pickle.dumps(engine)
 
 
 def test_log_probabilities_stand_beside_the_tokens(engine: Engine) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
@@ -34,7 +35,8 @@ class Engine:
         with Engine(model_path="...") as engine:
             print(engine.generate("The capital of France is", {"temperature": 0})["text"])
 
-    Options are the server's flags with underscores. Methods that begin with `async_` work inside a running event loop.
+    Options are the server's flags with underscores. Methods that begin with `async_` work inside a running event loop. Only the process
+    that made an engine can use it, not its forks.
 
     Raises:
         ConfigError: an option does not exist or cannot take effect.
@@ -46,6 +48,7 @@ class Engine:
         self.config, self._model_config = prepare(args)
         if self.config.parallel.node_rank:
             raise ConfigError("The engine is node 0. Start the other nodes with python -m runtime.launch_server and the same flags.")
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._gate = threading.RLock()  # guards `_closed` and what is handed to the loop
         self._closed = False
@@ -53,7 +56,7 @@ class Engine:
         self._thread.start()
         self._runtime: Runtime | None = None
         try:
-            self._runtime = self._wait(self._start(scheduler_command))
+            self._runtime = self._submit(self._start(scheduler_command)).result()
         except BaseException:
             self.shutdown()
             raise
@@ -63,6 +66,9 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("An engine cannot be pickled or copied. Start one in each process.")
 
     # ---- generation
 
@@ -205,7 +211,12 @@ class Engine:
         }
 
     def shutdown(self) -> None:
-        """End the processes; open calls raise `ServingError`. May be called twice and from any thread."""
+        """End the processes. May be called twice and from any thread; does nothing in a fork.
+
+        Open calls that do not finish within three seconds raise `ServingError`.
+        """
+        if self._forked():
+            return
         with self._gate:
             first, self._closed = not self._closed, True
         if first:
@@ -280,12 +291,19 @@ class Engine:
 
     # ---- between the threads
 
+    def _forked(self) -> bool:
+        """Whether this is a fork of the engine's process, which has no event loop that runs."""
+        return os.getpid() != self._process
+
     def _alive(self) -> Runtime:
         if self._runtime is None:
             raise _shut_down()
         return self._runtime
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._forked():
+            work.close()
+            raise ServingError("This process is a fork of the engine's process. Start an engine of its own in each process.")
         with self._gate:
             if self._closed:
                 work.close()
@@ -293,10 +311,16 @@ class Engine:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._submit(work).result()
+        future = self._submit(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # has an effect only if the wait was interrupted, as by Ctrl-C
 
     def _close(self, group: Generations) -> None:
         """Abort a generation without waiting: the garbage collector may close an iterator in the thread of the event loop itself."""
+        if self._forked():
+            return
         with self._gate:
             if not self._closed:
                 self._loop.call_soon_threadsafe(group.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,3 +74,13 @@ def test_a_collector_gets_the_phases_of_a_request_below_its_callers_span(tmp_pat
     (slow,) = (line for line in lines if line.get("level") == "warning" and line.get("request_id") == "req_mine")
     assert list(slow["phase_seconds"]) == ["queue", "prefill", "decode"]
     assert slow["slowest_phase"] == max(slow["phase_seconds"], key=slow["phase_seconds"].get)
+
+
+def test_a_collector_that_hangs_does_not_delay_the_end(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        flags = ("--otlp-traces-endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with serving(dummy_model(tmp_path / "model"), *flags) as server:
+            assert server.complete([5]).status_code == 200
+            server.process.terminate()
+            assert server.process.wait(8) == 0, "the exporter itself would wait 10 s for an answer"
+    assert "did not take the last spans within 3 s" in server.text()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import threading
 import time
 from collections.abc import Iterator
 
@@ -20,6 +23,10 @@ from runtime.managers.observers.request_end import RequestEnd
 from runtime.managers.request_context import CURRENT_REQUEST
 from runtime.version import __version__
 
+log = logging.getLogger(__name__)
+
+SEND_SECONDS = 3.0
+"""How long the last spans may take to arrive when the server ends."""
 UNTRACED = OPEN_PATHS | PROBE_PATHS
 PROPAGATOR = TraceContextTextMapPropagator()
 """W3C trace context: the headers `traceparent` and `tracestate`."""
@@ -30,9 +37,21 @@ def otlp_provider(endpoint: str, service: str) -> TracerProvider:
     resource = Resource.create({"service.version": __version__, "talon.model": service})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):  # the environment names none
         resource = resource.merge(Resource({"service.name": "talon"}))
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
+
+
+async def send_last_spans(provider: TracerProvider) -> None:
+    """Shut `provider` down. Gives up after `SEND_SECONDS`: the exporter waits and retries for 10 s and more if the collector is down."""
+    sender = threading.Thread(target=provider.shutdown, name="talon-spans", daemon=True)
+    sender.start()
+    deadline = time.monotonic() + SEND_SECONDS
+    while sender.is_alive():
+        if time.monotonic() > deadline:
+            log.warning("the collector of --otlp-traces-endpoint did not take the last spans within %g s; they are lost", SEND_SECONDS)
+            return
+        await asyncio.sleep(0.02)
 
 
 def phase_spans(end: RequestEnd) -> Iterator[tuple[str, float, float]]:

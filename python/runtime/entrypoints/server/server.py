@@ -177,7 +177,9 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
         watch.cancel()
         await _drop_connections(server)
         if provider is not None:
-            await asyncio.to_thread(provider.shutdown)
+            from runtime.entrypoints.http.tracing import send_last_spans
+
+            await send_last_spans(provider)
 
 
 def _provider(manager: TokenizerManager) -> TracerProvider | None:

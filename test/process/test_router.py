@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from openai import OpenAI
 
 pytest.importorskip("sglang_router")
 
+DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
 WORDS = "the quick brown fox jumps over the lazy dog and "
 
 
@@ -26,7 +28,7 @@ WORDS = "the quick brown fox jumps over the lazy dog and "
 def router(workers: list[str], log: Path) -> Iterator[str]:
     """The router's address once it sends requests to all `workers`."""
     port, metrics = free_port(), free_port()
-    flags = ["--policy", "cache_aware", "--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"]
+    flags = [*documented_flags(), "--worker-startup-check-interval", "1"]
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(metrics), "--worker-urls", *workers, *flags]
     url = f"http://127.0.0.1:{port}"
@@ -44,6 +46,13 @@ def router(workers: list[str], log: Path) -> Iterator[str]:
         process.wait()
 
 
+def documented_flags() -> list[str]:
+    """The flags of the router in the documentation, except for addresses."""
+    command = re.search(r"launch_router --port 30000 --worker-urls(?: http://\S+)+(.+?)```", DOCS.read_text(), re.DOTALL)
+    assert command is not None
+    return command[1].replace("\\\n", " ").split()
+
+
 def _healthy(url: str) -> int:
     try:
         workers = httpx.get(f"{url}/workers", timeout=5.0, verify=False).json()["workers"]
@@ -56,7 +65,7 @@ def _healthy(url: str) -> int:
 def servers(tmp_path: Path) -> Iterator[list[Server]]:
     model = dummy_model(tmp_path / "model")
     with ExitStack() as stack:
-        yield [stack.enter_context(serving(model)) for _ in range(2)]
+        yield [stack.enter_context(serving(model, "--max-running-requests", "2", "--max-queued-requests", "8")) for _ in range(2)]
 
 
 def test_a_router_spreads_requests_and_survives_a_dead_server(servers: list[Server], tmp_path: Path) -> None:
@@ -76,3 +85,22 @@ def test_a_router_spreads_requests_and_survives_a_dead_server(servers: list[Serv
             assert all(answer.result().choices[0].finish_reason for answer in answers)
         assert ask(WORDS).choices[0].finish_reason
         client.close()
+
+
+def test_a_router_uses_all_servers_for_one_system_prompt_and_recovers_from_full_queues(servers: list[Server], tmp_path: Path) -> None:
+    system = {"role": "system", "content": WORDS * 2}
+
+    def chat(index: int) -> int:
+        messages = [system, {"role": "user", "content": f"question {index}"}]
+        body = {"model": "default", "messages": messages, "max_tokens": 50, "ignore_eos": True}
+        return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, verify=False).status_code
+
+    with router([server.url for server in servers], tmp_path / "router.log") as url, ThreadPoolExecutor(80) as pool:
+        before = [server.state()["num_requests_total"] for server in servers]
+        assert set(pool.map(chat, range(16))) == {200}
+        assert all(server.state()["num_requests_total"] >= count + 4 for server, count in zip(servers, before, strict=True))  # type: ignore[operator]
+        assert set(pool.map(chat, range(80))) - {200} <= {429, 503}
+        deadline = time.monotonic() + 30.0  # by default the router would refuse all requests for 60 s
+        while chat(0) != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -602,17 +603,23 @@ def test_the_observer_receives_every_event_of_a_choice() -> None:
     run(body)
 
 
-def test_the_first_token_of_an_answer_in_one_piece_came_before_the_answer() -> None:
+def test_the_first_token_of_an_answer_in_one_piece_came_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         desk = Desk()
         times: list[float] = []
+        gaps: list[tuple[float, int]] = []
         watcher = desk.manager.observer = Watcher()
         watcher.first_token = times.append  # type: ignore[method-assign]
+        watcher.next_tokens = lambda seconds, tokens: gaps.append((seconds, tokens))  # type: ignore[method-assign]
         await desk.manager.generate([1], SamplingParams())
         progress = Progress(1, completion_tokens=3, queue_seconds=100.0, prefill_seconds=25.0)
         out = TextOut(rid=desk.requests[0].rid, text="abc", token_ids=[5] * 3, progress=progress, finish=LENGTH)
-        desk.manager.handle(TextOutBatch(outs=[out]))
+        later = time.monotonic() + 127.0
+        with monkeypatch.context() as clock:
+            clock.setattr(time, "monotonic", lambda: later)
+            desk.manager.handle(TextOutBatch(outs=[out]))
         assert times == [125.0]
+        assert gaps == [(pytest.approx(2.0, abs=0.9), 2)]
 
     run(body)
 

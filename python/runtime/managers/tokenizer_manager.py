@@ -419,10 +419,13 @@ class TokenizerManager:
         if not out.token_ids:
             return
         if self.observer is not None:
-            if choice.latest == 0.0:
+            if choice.latest == 0.0 and out.finish is not None:
                 # A response without streaming arrives long after its first token.
-                inside = out.progress.queue_seconds + out.progress.prefill_seconds
-                self.observer.first_token(now - choice.arrived if out.finish is None else inside)
+                first = out.progress.queue_seconds + out.progress.prefill_seconds
+                self.observer.first_token(first)
+                self.observer.next_tokens(max(0.0, now - choice.arrived - first), len(out.token_ids) - 1)
+            elif choice.latest == 0.0:
+                self.observer.first_token(now - choice.arrived)
             else:
                 self.observer.next_tokens(now - choice.latest, len(out.token_ids))
         choice.latest = now

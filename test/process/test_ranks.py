@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -189,6 +190,14 @@ def test_a_node_waits_for_node_0_no_longer_than_its_time_out(model: Path) -> Non
     with two_ranks(model, *flags, ready=False) as server:
         assert server.process.wait(PATIENCE) == 2
         assert "connection refused. All 2 ranks must start within --dist-timeout, 2 s." in server.text()
+
+
+def test_a_node_waits_no_longer_for_a_program_that_is_not_node_0(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        flags = ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", f"127.0.0.1:{silent.getsockname()[1]}", "--dist-timeout", "2"]
+        with two_ranks(model, *flags, ready=False) as server:
+            assert server.process.wait(PATIENCE) == 2
+            assert "does not answer as node 0 does. All 2 ranks must start within --dist-timeout, 2 s." in server.text()
 
 
 def test_a_node_that_is_lost_ends_the_other(model: Path) -> None:

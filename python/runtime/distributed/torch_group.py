@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from datetime import timedelta
 from typing import TypeVar
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from runtime.config.node_address import NodeAddress
 from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard, split_ranks
 from runtime.distributed.rank_watch import PERIOD
 from runtime.distributed.rendezvous import Rendezvous
@@ -47,6 +49,7 @@ class TorchGroup(ParallelGroup):
         try:
             if rank and not rendezvous.file:
                 rendezvous.await_listener(timeout)
+                _check_store(rendezvous.url, timeout)
             dist.init_process_group("gloo", url, seconds, size, rank, store)
             return cls(rank, size, subgroup(whole, "gloo", timeout), subgroup(whole, "gloo", LONGEST_PAUSE))
         except (OSError, RuntimeError) as error:  # torch raises several kinds, DistNetworkError among them
@@ -121,6 +124,26 @@ def subgroup(lists: list[list[int]], backend: str, seconds: float) -> dist.Proce
     group, _ = dist.new_subgroups_by_enumeration(lists, timedelta(seconds=seconds), backend=backend)
     assert isinstance(group, dist.ProcessGroup), "every rank is in a list"
     return group
+
+
+def _check_store(url: str, timeout: float) -> None:
+    """Check that what listens at `url` is the store of node 0. torch would wait for ever for the first answer of another program.
+
+    Raises:
+        OSError: it is not, or does not answer within `timeout` seconds.
+    """
+    node = NodeAddress.parse(url.removeprefix("tcp://"))
+
+    def greet() -> None:
+        with contextlib.suppress(RuntimeError):  # the group itself reports these
+            seconds = timedelta(seconds=timeout)
+            dist.TCPStore(node.host, node.port, timeout=seconds, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+
+    thread = threading.Thread(target=greet, name="talon-greet", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise OSError("the program that listens there does not answer as node 0 does")
 
 
 def _reason(error: OSError | RuntimeError) -> str:

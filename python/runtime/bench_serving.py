@@ -35,6 +35,8 @@ from runtime.bench.vocabulary import LocalVocabulary, Vocabulary, open_vocabular
 T = TypeVar("T")
 _WARMUP_OUTPUT_LEN = 32
 _FLUSH_SECONDS = 5.0
+_INFO_SECONDS = 5.0
+"""How long the server may take to describe itself. One that hangs must not keep the result of an interrupted run back."""
 _ARGUMENTS = (
     *("tag", "backend", "dataset_name", "request_rate", "max_concurrency", "sharegpt_output_len"),
     *("random_input_len", "random_output_len", "random_range_ratio", "random_length_sigma"),
@@ -246,11 +248,13 @@ async def _served_model(client: HttpClient) -> str:
 
 
 async def _get(client: HttpClient, *paths: str) -> dict[str, Any] | None:
-    """The answer of the first of `paths` that returns an object; None if no path does."""
+    """The answer of the first of `paths` that returns an object; None if no path does, or the server does not answer."""
     for path in paths:
         try:
-            answer = await client.json("GET", path)
-        except HttpFailure:
+            answer = await client.json("GET", path, timeout=_INFO_SECONDS)
+        except HttpFailure as failure:
+            if not failure.status:
+                return None
             continue
         if isinstance(answer, dict):
             return answer

@@ -186,6 +186,19 @@ def test_ctrl_c_keeps_the_requests_that_have_ended(tmp_path: Path) -> None:
     assert figures["total_output_tokens"] == 22
 
 
+def test_ctrl_c_keeps_the_result_of_a_server_that_hangs(tmp_path: Path) -> None:
+    def hang(number: int) -> str:
+        script.ttft, script.stalled = (60.0, "/get_server_info") if number >= 2 else (script.ttft, "")
+        return ""
+
+    script = Script(ttft=0.05, gap=0.01, fail=hang)
+    with mock_server(script) as port, started(port, tmp_path, "--num-prompts", "4", "--max-concurrency", "2") as process:
+        interrupt(process, lambda: len(script.requests) == 4)
+        process.communicate(timeout=30.0)  # a limit for a hang: an answer to a question about the server may take 60 s
+    figures = json.loads((tmp_path / "out.jsonl").read_text())
+    assert (process.returncode, figures["completed"], figures["server_info"]) == (130, 2, None)
+
+
 def test_ctrl_c_after_the_last_answer_keeps_the_result(tmp_path: Path) -> None:
     script = Script(ttft=0.05, gap=0.01, stalled="/stop_profile")
     with mock_server(script) as port, started(port, tmp_path, "--num-prompts", "2", "--profile") as process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from runtime.errors import ConfigError
+from runtime.json_file import read_object
+from runtime.small_file import write_whole
 
 LONGEST_PERIOD = 64
 SHORTEST_LOOP = 48
@@ -95,24 +100,27 @@ class ShardFolder:
         os.replace(partial, path)
 
     def load(self) -> list[Conversation]:
-        """All conversations."""
+        """All conversations. Raises `ConfigError` if a shard is damaged."""
         return [conversation for path in self.files() for conversation in load_shard(path)]
 
     @property
     def note(self) -> dict[str, Any]:
-        """The notes: `seconds` spent on the shards, and `made`: command, commit and machine."""
+        """The notes: `seconds` spent on the shards, and `made`: command, commit and machine. Raises `ConfigError`."""
         path = self.folder / "data.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"seconds": 0.0, "made": {}}
+        return read_object(path) if path.is_file() else {"seconds": 0.0, "made": {}}
 
     def put_note(self, **values: object) -> None:
         """Update the notes."""
-        (self.folder / "data.json").write_text(json.dumps(self.note | values), encoding="utf-8")
+        write_whole(self.folder / "data.json", json.dumps(self.note | values).encode())
 
 
 def load_shard(path: Path) -> list[Conversation]:
-    """The conversations of one file."""
-    with np.load(path) as data:
-        parts = np.split(data["ids"], np.cumsum(data["lengths"])[:-1]) if len(data["lengths"]) else []
-        prompts = json.loads(data["prompts"].tobytes().decode())
-        columns = zip(parts, data["starts"].tolist(), data["temperatures"].tolist(), prompts, data["held_out"].tolist(), strict=True)
-        return [Conversation(*row) for row in columns]
+    """The conversations of one file. Raises `ConfigError` if it is damaged."""
+    try:
+        with np.load(path) as data:
+            parts = np.split(data["ids"], np.cumsum(data["lengths"])[:-1]) if len(data["lengths"]) else []
+            prompts = json.loads(data["prompts"].tobytes().decode())
+            columns = zip(parts, data["starts"].tolist(), data["temperatures"].tolist(), prompts, data["held_out"].tolist(), strict=True)
+            return [Conversation(*row) for row in columns]
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path} is damaged. Remove it and run the generate phase again.") from error

@@ -72,7 +72,12 @@ def read_prompts(name: str, path: Path, held_out: bool | None = None) -> PromptS
     """Read a file of {"kind", "prompt"} lines. With `held_out`, only lines whose field `held_out` has this value."""
     if not path.is_file():
         raise SystemExit(f"{path} is missing; run the generate phase first")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except ValueError as error:
+        raise SystemExit(f"{path} is damaged: a line is not valid JSON; run the generate phase again") from error
+    if not rows:
+        raise SystemExit(f"{path} is empty; run the generate phase again")
     rows = [row for row in rows if held_out is None or row["held_out"] == held_out]
     return PromptSet(name, [row["prompt"] for row in rows], [row["kind"] for row in rows])
 

@@ -30,10 +30,11 @@ from runtime import Engine
 from runtime.config.flag_parser import from_fields
 from runtime.config.resolve import check
 from runtime.errors import ConfigError
+from runtime.json_file import read_object
 from runtime.model_files.model_source import ModelSource
 from runtime.models.eagle3_layout import read_aux_layers
 from runtime.models.registry import load_hf_config
-from runtime.small_file import unreadable
+from runtime.small_file import unreadable, write_whole
 from runtime.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -115,13 +116,13 @@ class Notes:
     """Notes of the phases for the model card, in `run.json` next to the head; in the work folder what it was made for."""
 
     def __init__(self, folder: Path, flag: str = "--output") -> None:
-        """Raises `ConfigError` if the folder cannot be created."""
+        """Raises `ConfigError` if the folder cannot be created, or its notes cannot be read."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{flag} {folder} cannot be written: {unreadable(error)}") from error
         self._file = folder / "run.json"
-        self.all: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else {}
+        self.all: dict[str, Any] = read_object(self._file) if self._file.is_file() else {}
 
     @classmethod
     def made_for(cls, folder: Path, flag: str, **facts: object) -> Notes:
@@ -136,7 +137,7 @@ class Notes:
     def put(self, name: str, value: object) -> None:
         """Add a note."""
         self.all[name] = value
-        self._file.write_text(json.dumps(self.all, indent=1) + "\n", encoding="utf-8")
+        write_whole(self._file, (json.dumps(self.all, indent=1) + "\n").encode())
 
 
 def run(plan: Plan, phases: Sequence[str]) -> None:
@@ -344,7 +345,7 @@ def evaluate(plan: Plan, notes: Notes) -> None:
         found = measure(options, plan.output, shape, sets, plan.measured_tokens)
         print(table(found), flush=True)
         rows += [row | where for row in found]
-        file.write_text(json.dumps(others + rows, indent=1) + "\n", encoding="utf-8")
+        write_whole(file, (json.dumps(others + rows, indent=1) + "\n").encode())
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -279,11 +280,14 @@ class Trainer:
         """Load the saved state, if there is one.
 
         Raises:
-            SystemExit: the state does not belong to this head.
+            SystemExit: the state does not belong to this head, or the file is damaged.
         """
         if not self._file.is_file():
             return False
-        state = torch.load(self._file, map_location=self.target.device, weights_only=True)
+        try:
+            state = torch.load(self._file, map_location=self.target.device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise SystemExit(f"{self._file} is damaged. Remove it to train a new head.") from error
         sizes, saved = ({name: tensor.shape for name, tensor in one.items()} for one in (self.head.state_dict(), state["head"]))
         if saved != sizes or state.get("vocabulary") != self.head.vocabulary.tolist():
             raise SystemExit(

@@ -17,11 +17,12 @@ from eagle_training.batches import epoch_batches, join_rows, make_batch, row_len
 from eagle_training.chain_attention import chain_attention, definition, kernel_agrees
 from eagle_training.conversations import Conversation, ShardFolder, cut_loop, loop_period
 from eagle_training.estimate import estimate, walk
-from eagle_training.evaluation import EVERYDAY, count_drafts
+from eagle_training.evaluation import EVERYDAY, count_drafts, read_prompts
 from eagle_training.features import see
 from eagle_training.head import EagleHead, config_json, head_config
 from eagle_training.kinds import PromptKinds, Turn, is_held_out_kind
 from eagle_training.loss import Teacher, cross_entropy
+from eagle_training.pipeline import Notes
 from eagle_training.synthesis import Amount, Synthesizer, enough, own_text, synthesize, user_prefix
 from eagle_training.target import FrozenTarget
 from eagle_training.trainer import Course, Trainer, rate_at
@@ -30,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
-from runtime.errors import ServingError
+from runtime.errors import ConfigError, ServingError
 from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.forward_batch import ForwardBatch
@@ -603,6 +604,32 @@ def test_a_state_of_another_size_is_refused(tmp_path: Path, target: FrozenTarget
     other.head.norm = torch.nn.LayerNorm(3)
     with pytest.raises(SystemExit, match="another size"):
         other.resume()
+
+
+@pytest.mark.parametrize("kept", [0, 300])
+def test_damaged_files_are_named(tmp_path: Path, target: FrozenTarget, kept: int) -> None:
+    """A run continues from these, so what is left of one after a full disk must not end in a traceback."""
+
+    def damage(file: Path) -> str:
+        file.write_bytes(file.read_bytes()[:kept])
+        return f"{file.name} "
+
+    trainer, shards, prompts = make_trainer(target, tmp_path, 1), ShardFolder(tmp_path / "data"), tmp_path / "prompts.jsonl"
+    trainer.save()
+    with pytest.raises(SystemExit, match=damage(tmp_path / "training.pt") + "is damaged"):
+        trainer.resume()
+    shards.save(0, [Conversation(np.arange(900, dtype=np.int32), 3, 0.0, "", False)])
+    with pytest.raises(ConfigError, match=damage(shards.files()[0]) + "is damaged"):
+        shards.load()
+    shards.put_note(made="x" * 400)
+    with pytest.raises(ConfigError, match=damage(shards.folder / "data.json") + "cannot be read: it is not valid JSON"):
+        shards.put_note(seconds=1.0)
+    Notes(tmp_path).put("note", "x" * 400)
+    with pytest.raises(ConfigError, match=damage(tmp_path / "run.json") + "cannot be read: it is not valid JSON"):
+        Notes(tmp_path)
+    prompts.write_text(json.dumps({"kind": "a", "prompt": "x" * 400, "held_out": True}))
+    with pytest.raises(SystemExit, match=damage(prompts) + ("is damaged" if kept else "is empty")):
+        read_prompts("held-out", prompts)
 
 
 def test_a_finished_run_is_not_checked_again(tmp_path: Path, target: FrozenTarget) -> None:

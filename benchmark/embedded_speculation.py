@@ -5,11 +5,13 @@ All servers of one run are up at the same time and alternate, so that a change o
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from benchmark import draft_head, picture, plots
 from benchmark.crossover import crossing
 from benchmark.markdown import Result, cell, pick, provenance, split, table
 from benchmark.record import Record
+from benchmark.shapes import tiny_engine
 from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
 from runtime.bench.datasets import ASSETS, embedded_prompts
@@ -79,16 +82,22 @@ def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
     if shape == OFF:
         return {"speculative_algorithm": "none"}
     if shape == AUTO:
-        return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head, "speculative_num_steps": AUTO}
+        return {**drafting(head), "speculative_num_steps": AUTO}
     steps, topk, draft_tokens, *most = (int(part) for part in shape.split("/"))
     return {
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": head,
+        **drafting(head),
         "speculative_num_steps": steps,
         "speculative_eagle_topk": topk,
         "speculative_num_draft_tokens": draft_tokens,
         "speculative_disable_by_batch_size": most[0] if most else NEVER_PAUSED,
     }
+
+
+def drafting(head: str) -> dict[str, Any]:
+    """Options of `Engine` for drafts of an EAGLE-3 head; one without weights gets random ones."""
+    options = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
+    weights = any(Path(head).glob("*.safetensors"))
+    return options if weights else {**options, "speculative_draft_load_format": "dummy"}
 
 
 def chat_prompts(engine: Engine, text: str = CHAT) -> list[list[int]]:
@@ -212,8 +221,15 @@ def main() -> None:
     if args.quick:
         args.shapes, args.batch, args.prompts, args.new_tokens, args.threads, args.quantization = ["2/1/3"], [1, 2], 1, 4, 1, ["int4"]
     record = Record(NAME, KEYS, args.out, args.quick)
+    with tiny_engine() if args.quick else nullcontext(({}, args.head)) as (model, args.head):
+        run(args, record, model)
+    record.show(render, plot)
+
+
+def run(args: argparse.Namespace, record: Record, model: Mapping[str, Any]) -> None:
+    """Measure and record one row per quantization, shape and batch size. `model`: further options of all servers."""
     for quantization in args.quantization if args.device == "cpu" else ["none"]:
-        common = _options(args, quantization)
+        common = _options(args, quantization) | model
         with servers([OFF, *args.shapes], common, args.head) as engines:
             chosen = engines[OFF].config.device
             tallies = measure(engines, args.batch, args.prompts, args.new_tokens, args.bursts, args.text)
@@ -222,10 +238,9 @@ def main() -> None:
             labels |= {"text": EVERYDAY} if args.text == EVERYDAY else {}
             labels |= draft_head.label(args.head) if shape != OFF else {}
             record.add(labels | {"new_tokens": args.new_tokens, "threads": chosen.cpu_threads} | tally.figures())
-    record.show(render, plot)
 
 
-def _options(args: Any, quantization: str) -> dict[str, Any]:
+def _options(args: argparse.Namespace, quantization: str) -> dict[str, Any]:
     options: dict[str, Any] = {"device": args.device, "context_length": CONTEXT, "max_running_requests": max(args.batch)}
     options["grammar_backend"] = "none"  # the servers need not load a grammar library each
     if args.device == "cuda":  # otherwise each server would take all of the GPU's memory

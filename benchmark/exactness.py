@@ -11,6 +11,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ from benchmark.embedded_speculation import OFF, chat_prompts, speculation
 from benchmark.lossless import compare, in_groups, options
 from benchmark.markdown import Result, change, pick, table, with_provenance
 from benchmark.record import Record, Row
-from benchmark.shapes import big_model, tiny_model
+from benchmark.shapes import big_model, tiny_engine, tiny_model
 from benchmark.sweep import arguments, numbers
 from benchmark.tuning.world import decode_batch, page_table
 from runtime import Engine
@@ -31,6 +32,7 @@ from runtime.config.device_tuning import DeviceTuning
 from runtime.config.flag_parser import parse
 from runtime.config.kernel_configs import SplitConfig
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.speculative import EMBEDDED_DRAFT
 from runtime.entrypoints.prepare import prepare
 from runtime.layers.attention.base import plan_pass
 from runtime.layers.backend_selection import select_ops
@@ -207,11 +209,11 @@ def load(config: RuntimeConfig, model_config: ModelConfig, timings: GemmTimings)
 # ---- greedy answers
 
 
-def answer_rows(common: Mapping[str, Any], prompts: int, new_tokens: int, together: Sequence[int] = TOGETHER) -> Iterator[Row]:
-    """Compare answers with drafts to plain ones at the same batch size, and plain ones to those of single requests."""
+def answer_rows(common: Mapping[str, Any], head: str, prompts: int, new_tokens: int, together: Sequence[int] = TOGETHER) -> Iterator[Row]:
+    """Compare answers with drafts of `head` to plain ones at the same batch size, and plain ones to those of single requests."""
     found = {}
     for shape in (OFF, DRAFTS):
-        with Engine(**common, **speculation(shape)) as engine:
+        with Engine(**common, **speculation(shape, head)) as engine:
             asked = chat_prompts(engine)[:prompts]
             found |= {(shape, size): in_groups(engine, asked, size, new_tokens) for size in together}
     alone, *others = together
@@ -288,10 +290,10 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()  # the engines share the GPU with this process
     if args.only != "passes":
-        common = options("cpu", 1) if quick else {**ON_GPU}
-        common |= {"model_path": args.model} if args.model else {}
-        for row in answer_rows(common, 2 if quick else 64, 4 if quick else 64, (1, 2) if quick else TOGETHER):
-            record.add({"model": "smollm2-135m", **row})
+        with tiny_engine() if quick else nullcontext((ON_GPU, str(EMBEDDED_DRAFT))) as (common, head):
+            common = common | (options("cpu", 1) if quick else {}) | ({"model_path": args.model} if args.model else {})
+            for row in answer_rows(common, head, 2 if quick else 64, 4 if quick else 64, (1, 2) if quick else TOGETHER):
+                record.add({"model": "tiny" if quick else "smollm2-135m", **row})
     record.show(render, plot)
 
 

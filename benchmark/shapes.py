@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from benchmark.machine import Machine, gpu
 from benchmark.step_bytes import ModelRoof, StepBytes
 from benchmark.whole_file import write_whole
+from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 TARGET = CONFIGS / "llama-3-8b"
@@ -80,13 +83,13 @@ class Shape:
         return ModelRoof(target, draft)
 
 
-def write_tiny(folder: Path) -> tuple[Path, Path]:
-    """Write a target and an EAGLE head small enough for smoke runs on a CPU; return their folders."""
+def write_tiny(folder: Path, architecture: str = "LlamaForCausalLMEagle", **head_fields: Any) -> tuple[Path, Path]:
+    """Write a target and a head of this architecture, small enough for smoke runs on a CPU; return their folders."""
     target: dict[str, Any] = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
     target |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     target |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "torch_dtype": "float32"}
     target |= {"bos_token_id": 0, "eos_token_id": 1}
-    head = target | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    head = target | {"architectures": [architecture], "num_hidden_layers": 1} | head_fields
     for name, config in (("tiny", target), ("tiny-eagle", head)):
         write_whole(folder / name / "config.json", json.dumps(config, indent=1))
     return folder / "tiny", folder / "tiny-eagle"
@@ -116,6 +119,18 @@ def tiny_model() -> Model:
     """The tiny model for smoke runs on a CPU."""
     target, head = write_tiny(Path(tempfile.gettempdir()) / "talon-benchmark")
     return _tiny("tiny", target, head)
+
+
+@contextmanager
+def tiny_engine() -> Iterator[tuple[dict[str, Any], str]]:
+    """For smoke runs that need text: options of `Engine` for the tiny model with a tokenizer, and the folder of an EAGLE-3 head.
+
+    Both have random weights. The files exist within the context.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        target, head = write_tiny(Path(folder), "LlamaForCausalLMEagle3", draft_vocab_size=512, target_hidden_size=64)
+        write_synthetic_tokenizer(target, 512)
+        yield {"model_path": str(target), "load_format": "dummy", "device": "cpu", "cpu_threads": 1, "random_seed": 1}, str(head)
 
 
 def _tiny(name: str, target: Path, head: Path) -> Model:

@@ -5,22 +5,25 @@ All servers run at the same time and alternate; a value is the median of the bur
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.embedded_speculation import CONTEXT, OFF, measure, speculation
+from benchmark.embedded_speculation import CONTEXT, OFF, drafting, measure, speculation
 from benchmark.markdown import Result, provenance, split, table
 from benchmark.record import Record, Row
 from benchmark.server import environment
+from benchmark.shapes import tiny_engine
 from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
 from runtime.config.speculative import EMBEDDED_DRAFT
@@ -87,26 +90,34 @@ def main() -> None:
     parser.add_argument("--head", default=str(EMBEDDED_DRAFT), help="folder of its EAGLE-3 head")
     args = parser.parse_args()
     if args.quick:
-        args.shapes, args.batch, args.bursts, args.new_tokens, args.seconds = [OFF, "1/1/2"], [1], 1, 8, 3.0
+        args.shapes, args.batch, args.bursts, args.new_tokens, args.seconds = [OFF, "1/1/2"], [1], 1, 8, 1.0
     record = Record(NAME, KEYS, args.out, args.quick)
+    with tiny_engine() if args.quick else nullcontext(({}, args.head)) as (model, args.head):
+        run(args, record, model)
+    record.show(render, plot)
+
+
+def run(args: argparse.Namespace, record: Record, model: Mapping[str, Any]) -> None:
+    """Tune, measure and record one row per shape and batch size. `model`: further options of all servers."""
     common: dict[str, Any] = {"device": args.device, "context_length": CONTEXT, "max_running_requests": max(args.batch)}
     if args.device == "cuda":  # otherwise each server would take all of the GPU's memory
         common["max_total_tokens"] = (max(args.batch) + 1) * CONTEXT
     if args.model is not None:
         common["model_path"] = args.model
-    drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.head}
+    common |= model
+    drafts = drafting(args.head)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         file = Path(folder) / "tuning.json"
-        chosen = tune(common | drafting, args.seconds, args.batch, file)
-        options = {shape: speculation(shape, args.head) for shape in args.shapes} | {TUNED: drafting | {"speculative_tuning": str(file)}}
+        chosen = tune(common | drafts, args.seconds, args.batch, file)
+        options = {shape: speculation(shape, args.head) for shape in args.shapes} | {TUNED: drafts | {"speculative_tuning": str(file)}}
         engines = {shape: stack.enter_context(Engine(**common, **one)) for shape, one in options.items()}
         tallies = measure(engines, args.batch, 1, args.new_tokens, args.bursts)
         tuning = json.loads(file.read_text(encoding="utf-8"))
+    name = "tiny" if args.quick else Path(args.model).stem if args.model else "embedded"
     for (shape, batch), tally in tallies.items():
-        labels = {"model": Path(args.model).stem if args.model else "embedded", "device": args.device, "shape": shape, "batch": batch}
+        labels = {"model": name, "device": args.device, "shape": shape, "batch": batch}
         facts = {"chosen": chosen, "tuning": tuning} if shape == TUNED else {}
         record.add(labels | tally.figures() | {"tokens_per_second": median(tally.rates), "rates": tally.rates} | facts)
-    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,20 @@ _LEGEND_COLUMNS = 4
 
 
 def draw(result: Result, file: Path, title: str, panels: Sequence[Panel], columns: int = 1) -> None:
-    """Draw `panels` into `file` in `columns` columns; without matplotlib only print a message."""
+    """Draw `panels` into `file` in `columns` columns; without matplotlib only print a message.
+
+    The plot of a quick run is composed, but neither laid out nor written, which takes most of the time: its figures mean nothing.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         print(f"no {file.name}: matplotlib is not installed; python -m benchmark.report draws it from the JSON")
         return
     machine = result["machine"]
     where = machine["device"] if machine["gpus"] else f"{machine['device']}, {machine['cores']} cores"
+    figure = _figure(f"{title}\n{where}", panels, columns)
+    if result.get("quick"):
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
-    _save(_figure(f"{title}\n{where}", panels, columns), file, digest(result))
+    _save(figure, file, digest(result))
     print(f"plot: {file}")
 
 

@@ -21,7 +21,7 @@ class Record:
     """The rows of one benchmark on one machine, written after every row, so that an interrupted run keeps its rows.
 
     A new row replaces the one with the same values under `keys`, so that parts of a table can be measured again. Quick runs start with no
-    rows.
+    rows, and are marked as `quick` in the file.
     """
 
     def __init__(self, name: str, keys: Sequence[str], folder: Path | None = None, quick: bool = False) -> None:
@@ -32,7 +32,7 @@ class Record:
         found = machine.describe()
         self._keys = tuple(keys)
         self.file = (folder or (QUICK if quick else RESULTS)) / machine.slug(found) / f"{name}.json"
-        self.data: dict[str, Any] = {"name": name, "machine": found, "rows": []}
+        self.data: dict[str, Any] = {"name": name, "machine": found, "rows": []} | ({"quick": True} if quick else {})
         if self.file.is_file() and not quick:
             old = json.loads(self.file.read_text(encoding="utf-8"))
             try:
@@ -52,7 +52,7 @@ class Record:
         write(self.data, self.file)
 
     def show(self, render: Callable[[dict[str, Any]], str], plot: Callable[[dict[str, Any], Path], None]) -> None:
-        """Draw the plot next to the file, and print the tables."""
+        """Draw the plot next to the file, except of a quick run, and print the tables."""
         plot(self.data, self.file.with_suffix(".png"))
         print(render(self.data))
 

@@ -58,7 +58,8 @@ def logging_as_before() -> Iterator[None]:
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     yield
-    root.setLevel(level)
+    if root.level != level:  # setting it clears what hundreds of loggers remember
+        root.setLevel(level)
     for handler in list(root.handlers):
         if handler not in handlers:
             root.removeHandler(handler)

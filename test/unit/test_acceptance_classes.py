@@ -146,13 +146,13 @@ def alternating(table: Table, batch: int, rates: tuple[float, float], classes: b
     rng, tokens, seconds = np.random.default_rng(seed), 0.0, 0.0
     control, caps, greedy = controller(table, batch, rng), np.full(batch, UNCAPPED), np.ones(batch, dtype=np.bool_)
     copied, left = rng.random(batch) < 0.5, rng.exponential(STRETCH, batch)
+    times = {depth: 1e-3 * table.milliseconds(batch, depth) for depth in DEPTHS}
     for _ in range(2000):
         rows = DecodeRows(caps, greedy, 300 * batch, copied=copied.copy() if classes else no_flags())
         depth = control.choose(rows, dict.fromkeys(DEPTHS, batch)).depth
         each = np.repeat(np.where(copied, *rates)[:, None], depth, axis=1)
         lens = 1 + (rng.random(each.shape) < each).cumprod(axis=1).sum(axis=1)
-        took = 1e-3 * table.milliseconds(batch, depth)
-        noise = 1 + 0.03 * rng.standard_normal()
+        took, noise = times[depth], 1 + 0.03 * rng.standard_normal()
         control.observe(Observed(depth, lens, caps, greedy, batch, rows.kv_tokens, took * noise, copied=rows.copied))
         tokens, seconds = tokens + batch + float(each.cumprod(axis=1).sum()), seconds + took
         left -= lens

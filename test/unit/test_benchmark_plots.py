@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib")
 
 from benchmark import crossover, depth_curve, draft_extend_graph, exactness, grammar, picture, plots, report, serving_matrix, step_profile
 from benchmark.client_agreement import FIGURES
+from benchmark.record import Record
 from matplotlib.figure import Figure
 
 MACHINE = {"device": "NVIDIA H200", "gpus": ["NVIDIA H200"], "cpu": "x", "cores": 16, "python": "3.12", "packages": {"torch": "2.11.0"}}
@@ -42,6 +43,15 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_panel_without_rows_is_empty(panel: plots.Panel, tmp_path: Path) -> None:
     picture.draw(result([]), tmp_path / "x.png", "nothing yet", [panel])
     assert (tmp_path / "x.png").is_file()
+
+
+def test_a_plot_of_a_quick_run_is_composed_but_not_written(tmp_path: Path) -> None:
+    painted: list[str] = []
+    panel = plots.Panel(["a"], 2.0, lambda axes, colours: painted.extend(colours))
+    quick = Record("x", ("mode",), tmp_path, quick=True)
+    picture.draw(quick.data, tmp_path / "x.png", "nothing", [panel])
+    assert painted == ["a"]
+    assert not (tmp_path / "x.png").exists()
 
 
 # ---- what scripts show

@@ -43,10 +43,10 @@ def host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostM
     machine = psutil.virtual_memory()
     tightest = HostMemory(machine.total, machine.available)
     for group in _groups(cgroups, membership):
-        limit, used = _limit(group), _used(group)
+        limit = _limit(group)
         if limit is None or limit >= machine.total:
             continue
-        available = max(0, min(limit - used, machine.available))
+        available = max(0, min(limit - _used(group), machine.available))
         if available < tightest.available or tightest.cgroup is None:
             tightest = HostMemory(limit, available, group)
     return tightest

@@ -39,7 +39,7 @@ def block(parts: ModelParts, prefix: str, layer: int) -> Block:
 
 
 def _accept_fused(parts: ModelParts, prefix: str, fused: str, rows: Mapping[str, int]) -> None:
-    """Accept the weight `fused` in place of those that it concatenates, which have so many `rows`."""
+    """Accept the weight `fused` in place of those that it concatenates; `rows`: of each of them."""
     from runtime.models.weights import FusedTensor
 
     def split(tensor: Sliceable) -> NamedTensors:

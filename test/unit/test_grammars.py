@@ -227,6 +227,19 @@ def test_only_the_end_is_allowed_behind_a_finished_text(backend: GrammarBackend)
     assert np.flatnonzero(allowed_tokens(row)).tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+def test_added_tokens_that_the_model_lacks_are_left_out(name: str) -> None:
+    """As of a model that was tuned with a new padding token, for which it has no row."""
+    pytest.importorskip(name)
+    last = json_tokenizer().vocab_size - 1
+    assert json_tokenizer().special_tokens["<tool>"] == last
+    made = compiled(make_backend(name, vocabulary(last)), spec_of("regex", "[a-z]+"))
+    row = np.zeros(mask_words(last), dtype=np.int32)
+    assert not made.fork().fill(row)
+    assert 0 < allowed_tokens(row)[:last].sum() < last
+    assert not allowed_tokens(row)[last:].any()
+
+
 def test_rejected_tokens_and_masks_change_nothing(backend: GrammarBackend) -> None:
     grammar = compiled(backend, spec_of("json_schema", {"type": "array", "items": {"enum": ["name", 22]}, "minItems": 40}))
     rng, words = np.random.default_rng(5), mask_words(VOCAB)

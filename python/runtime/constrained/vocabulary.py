@@ -12,7 +12,7 @@ class Vocabulary:
 
     Attributes:
         definition: the text of tokenizer.json.
-        vocab_size: ids of the model, at least as many as the tokenizer has.
+        vocab_size: ids of the model, at least as many as the definition has.
         eos_ids: tokens that end a text, at least one, all of them tokens of the tokenizer.
         special: the ids of control tokens by their text. Free text never contains a control token.
         token_bytes: the bytes of a token; empty for a control token or an unknown id.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -51,9 +52,16 @@ class GrammarBackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vocabulary_of(tokenizer: Tokenizer, eos_ids: tuple[int, ...], vocab_size: int) -> Vocabulary:
-    """What grammar backends need from a tokenizer, for a model with `vocab_size` token ids. Leaves out unknown `eos_ids`."""
-    known = tuple(filter(tokenizer.has_id, eos_ids))
-    return Vocabulary(tokenizer.definition, vocab_size, known, tokenizer.special_tokens, tokenizer.token_bytes)
+    """What grammar backends need from a tokenizer, for a model with `vocab_size` token ids.
+
+    Leaves out unknown `eos_ids`, and added tokens that the model lacks, such as a padding token that was added to train it.
+    """
+    known, definition = tuple(filter(tokenizer.has_id, eos_ids)), tokenizer.definition
+    if tokenizer.vocab_size > vocab_size:
+        fields = json.loads(definition)
+        definition = json.dumps({**fields, "added_tokens": [token for token in fields["added_tokens"] if token["id"] < vocab_size]})
+    special = {text: token for text, token in tokenizer.special_tokens.items() if token < vocab_size}
+    return Vocabulary(definition, vocab_size, known, special, tokenizer.token_bytes)
 
 
 def main(argument: str) -> None:

@@ -360,6 +360,14 @@ def test_any_number_of_dense_layers_matches_transformers(tmp_path: Path, dense: 
         torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
 
 
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("kinds", [None, ["sliding_attention", "full_attention", "sliding_attention"]])
+def test_windows_of_smollm3_match_transformers(tmp_path: Path, kinds: list[str] | None, used: bool) -> None:
+    reference = Checkpoint("smollm3", tmp_path, use_sliding_window=used, sliding_window=6, layer_types=kinds)
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["chunked prefill"])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+
+
 SHORT, LONG = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
 SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 10, "truncate": False, "beta_fast": 4.0},

@@ -20,9 +20,11 @@ DEFAULTS = {
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    """The architecture. Windows, if there are any, are on the layers without rotary embedding unless `layer_types` says otherwise."""
-    rotated = _rotated(fields)
-    window = sliding_windows(fields, lambda layer: not rotated[layer]) if fields.flag("use_sliding_window") else None
+    """The architecture. Windows are on the layers that `layer_types` names, whatever `use_sliding_window` says, as in transformers' masks.
+    Without `layer_types`, they are on the layers without rotary embedding if `use_sliding_window` is true.
+    """
+    rotated, windows = _rotated(fields), fields.flag("use_sliding_window")
+    window = sliding_windows(fields, lambda layer: windows and not rotated[layer])
     config = decoder_config(fields, window=window, **attention_bias(fields), mlp_bias=fields.flag("mlp_bias"))
     return replace(config, unrotated=tuple(layer for layer in range(config.num_layers) if not rotated[layer]))
 

@@ -68,7 +68,7 @@ def default_start_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, drafts in (("plain", {"speculative_algorithm": "none"}), ("drafts", {})):
         with Engine(device="cpu", context_length=1024, **threads, **drafts) as engine:
             prompts = chat_prompts(engine)[: args.prompts]
-            for together in (1, args.prompts) if args.quick else TOGETHER:
+            for together in TOGETHER:
                 outputs = in_groups(engine, prompts, together, args.new_tokens)
                 alone = alone or outputs
                 yield {"shape": f"default start, {name}, {together} together", "dtype": engine.config.weights} | compare(alone, outputs)

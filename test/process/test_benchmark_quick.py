@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("embedded_speculation", [], 4),
         ("tune_grid", [], 3),
         ("lossless", ["--shapes", "3/1/4"], 1),
-        ("lossless", ["--default-start"], 4),
+        ("lossless", ["--default-start"], 6),
         ("exactness", [], 24),
         ("drift_alarm", [], 38),
         ("host_cost", [], 8),

@@ -20,7 +20,7 @@ from benchmark import draft_head, picture, plots
 from benchmark.crossover import crossing
 from benchmark.markdown import Result, cell, pick, provenance, split, table
 from benchmark.record import Record
-from benchmark.shapes import tiny_engine
+from benchmark.shapes import eagle3, tiny_engine
 from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
 from runtime.bench.datasets import ASSETS, embedded_prompts
@@ -31,6 +31,8 @@ from runtime.text.tokenizer import Tokenizer
 NAME = "embedded_speculation"
 KEYS = ("device", "dtype", "quantization", "speculation", "batch", "text")
 OFF, AUTO = "off", "auto"
+EMBEDDED = eagle3(str(EMBEDDED_DRAFT))
+"""Options for drafts of the embedded head."""
 CHAT, EVERYDAY = "chat", "everyday"
 CONTEXT = 1024
 NEVER_PAUSED = 1 << 16
@@ -69,35 +71,28 @@ class Tally:
 
 
 @contextlib.contextmanager
-def servers(shapes: Sequence[str], common: Mapping[str, Any], head: str) -> Iterator[dict[str, Engine]]:
+def servers(shapes: Sequence[str], common: Mapping[str, Any], drafts: Mapping[str, Any]) -> Iterator[dict[str, Engine]]:
     """One engine per shape: `off`, `auto` or steps/topk/draft tokens."""
     with contextlib.ExitStack() as stack:
-        yield {shape: stack.enter_context(Engine(**common, **speculation(shape, head))) for shape in shapes}
+        yield {shape: stack.enter_context(Engine(**common, **speculation(shape, drafts))) for shape in shapes}
 
 
-def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
+def speculation(shape: str, drafts: Mapping[str, Any] = EMBEDDED) -> dict[str, Any]:
     """Options of `Engine` for `off`, `auto` or steps/topk/draft tokens; a fourth number is the batch size above which
     drafting pauses.
     """
     if shape == OFF:
         return {"speculative_algorithm": "none"}
     if shape == AUTO:
-        return {**drafting(head), "speculative_num_steps": AUTO}
+        return {**drafts, "speculative_num_steps": AUTO}
     steps, topk, draft_tokens, *most = (int(part) for part in shape.split("/"))
     return {
-        **drafting(head),
+        **drafts,
         "speculative_num_steps": steps,
         "speculative_eagle_topk": topk,
         "speculative_num_draft_tokens": draft_tokens,
         "speculative_disable_by_batch_size": most[0] if most else NEVER_PAUSED,
     }
-
-
-def drafting(head: str) -> dict[str, Any]:
-    """Options of `Engine` for drafts of an EAGLE-3 head; one without weights gets random ones."""
-    options = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
-    weights = any(Path(head).glob("*.safetensors"))
-    return options if weights else {**options, "speculative_draft_load_format": "dummy"}
 
 
 def chat_prompts(engine: Engine, text: str = CHAT) -> list[list[int]]:
@@ -221,16 +216,21 @@ def main() -> None:
     if args.quick:
         args.shapes, args.batch, args.prompts, args.new_tokens, args.threads, args.quantization = ["2/1/3"], [1, 2], 1, 4, 1, ["int4"]
     record = Record(NAME, KEYS, args.out, args.quick)
-    with tiny_engine() if args.quick else nullcontext(({}, args.head)) as (model, args.head):
-        run(args, record, model)
+    with tiny_engine() if args.quick else nullcontext(({}, eagle3(args.head))) as (model, drafts):
+        run(args, record, model, drafts)
     record.show(render, plot)
 
 
-def run(args: argparse.Namespace, record: Record, model: Mapping[str, Any]) -> None:
-    """Measure and record one row per quantization, shape and batch size. `model`: further options of all servers."""
+def run(args: argparse.Namespace, record: Record, model: Mapping[str, Any], drafts: Mapping[str, Any]) -> None:
+    """Measure and record one row per quantization, shape and batch size.
+
+    Args:
+        model: further options of all servers.
+        drafts: further options of those that draft.
+    """
     for quantization in args.quantization if args.device == "cpu" else ["none"]:
         common = _options(args, quantization) | model
-        with servers([OFF, *args.shapes], common, args.head) as engines:
+        with servers([OFF, *args.shapes], common, drafts) as engines:
             chosen = engines[OFF].config.device
             tallies = measure(engines, args.batch, args.prompts, args.new_tokens, args.bursts, args.text)
         for (shape, batch), tally in tallies.items():

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmark import picture, plots
-from benchmark.embedded_speculation import OFF, chat_prompts, speculation
+from benchmark.embedded_speculation import EMBEDDED, OFF, chat_prompts, speculation
 from benchmark.lossless import compare, in_groups, options
 from benchmark.markdown import Result, change, pick, table, with_provenance
 from benchmark.record import Record, Row
@@ -32,7 +32,6 @@ from runtime.config.device_tuning import DeviceTuning
 from runtime.config.flag_parser import parse
 from runtime.config.kernel_configs import SplitConfig
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.config.speculative import EMBEDDED_DRAFT
 from runtime.entrypoints.prepare import prepare
 from runtime.layers.attention.base import plan_pass
 from runtime.layers.backend_selection import select_ops
@@ -209,11 +208,13 @@ def load(config: RuntimeConfig, model_config: ModelConfig, timings: GemmTimings)
 # ---- greedy answers
 
 
-def answer_rows(common: Mapping[str, Any], head: str, prompts: int, new_tokens: int, together: Sequence[int] = TOGETHER) -> Iterator[Row]:
-    """Compare answers with drafts of `head` to plain ones at the same batch size, and plain ones to those of single requests."""
+def answer_rows(
+    common: Mapping[str, Any], drafts: Mapping[str, Any], prompts: int, new_tokens: int, together: Sequence[int] = TOGETHER
+) -> Iterator[Row]:
+    """Compare answers with `drafts` to plain ones at the same batch size, and plain ones to those of single requests."""
     found = {}
     for shape in (OFF, DRAFTS):
-        with Engine(**common, **speculation(shape, head)) as engine:
+        with Engine(**common, **speculation(shape, drafts)) as engine:
             asked = chat_prompts(engine)[:prompts]
             found |= {(shape, size): in_groups(engine, asked, size, new_tokens) for size in together}
     alone, *others = together
@@ -290,9 +291,9 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()  # the engines share the GPU with this process
     if args.only != "passes":
-        with tiny_engine() if quick else nullcontext((ON_GPU, str(EMBEDDED_DRAFT))) as (common, head):
+        with tiny_engine() if quick else nullcontext((ON_GPU, EMBEDDED)) as (common, drafts):
             common = common | (options("cpu", 1) if quick else {}) | ({"model_path": args.model} if args.model else {})
-            for row in answer_rows(common, head, 2 if quick else 64, 4 if quick else 64, (1, 2) if quick else TOGETHER):
+            for row in answer_rows(common, drafts, 2 if quick else 64, 4 if quick else 64, (1, 2) if quick else TOGETHER):
                 record.add({"model": "tiny" if quick else "smollm2-135m", **row})
     record.show(render, plot)
 

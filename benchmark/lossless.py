@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import draft_head, picture, plots
-from benchmark.embedded_speculation import OFF, chat_prompts, speculation
+from benchmark.embedded_speculation import EMBEDDED, OFF, chat_prompts, speculation
 from benchmark.markdown import Result, table, with_provenance
 from benchmark.record import Record
 from benchmark.shapes import tiny_engine
 from benchmark.sweep import arguments, names, positive
 from runtime import Engine
-from runtime.config.speculative import EMBEDDED_DRAFT
 
 NAME = "lossless"
 KEYS = ("shape",)
@@ -27,9 +26,9 @@ SHAPES = ("3/1/4", "4/3/8")
 TOGETHER = (1, 4, 16)
 
 
-def answers(shape: str, head: str, common: Mapping[str, Any], prompts: int, new_tokens: int) -> list[Mapping[str, Any]]:
-    """Greedy outputs of a server with drafts of steps/topk/draft tokens, or `off`. `head`: the folder of the draft head."""
-    with Engine(**common, **speculation(shape, head)) as engine:
+def answers(shape: str, drafts: Mapping[str, Any], common: Mapping[str, Any], prompts: int, new_tokens: int) -> list[Mapping[str, Any]]:
+    """Greedy outputs of a server with drafts of steps/topk/draft tokens, or `off`. `drafts`: as for `speculation`."""
+    with Engine(**common, **speculation(shape, drafts)) as engine:
         return engine.generate(input_ids=chat_prompts(engine)[:prompts], sampling_params={"temperature": 0.0, "max_new_tokens": new_tokens})
 
 
@@ -54,11 +53,11 @@ def compare(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, A
 
 def shape_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per shape: answers with drafts compared with plain answers, in float32."""
-    with tiny_engine() if args.quick else nullcontext(({}, str(EMBEDDED_DRAFT))) as (model, head):
+    with tiny_engine() if args.quick else nullcontext(({}, EMBEDDED)) as (model, drafts):
         common = model | options("cpu", args.threads)
-        plain = answers(OFF, head, common, args.prompts, args.new_tokens)
+        plain = answers(OFF, drafts, common, args.prompts, args.new_tokens)
         for shape in args.shapes:
-            yield {"shape": shape, "dtype": "float32"} | compare(plain, answers(shape, head, common, args.prompts, args.new_tokens))
+            yield {"shape": shape, "dtype": "float32"} | compare(plain, answers(shape, drafts, common, args.prompts, args.new_tokens))
 
 
 def default_start_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

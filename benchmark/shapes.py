@@ -121,16 +121,22 @@ def tiny_model() -> Model:
     return _tiny("tiny", target, head)
 
 
+def eagle3(head: str) -> dict[str, Any]:
+    """Options of `Engine` for drafts of the EAGLE-3 head in this folder."""
+    return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
+
+
 @contextmanager
-def tiny_engine() -> Iterator[tuple[dict[str, Any], str]]:
-    """For smoke runs that need text: options of `Engine` for the tiny model with a tokenizer, and the folder of an EAGLE-3 head.
+def tiny_engine() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """For smoke runs that need text: options of `Engine` for the tiny model with a tokenizer, and for drafts of an EAGLE-3 head.
 
     Both have random weights. The files exist within the context.
     """
     with tempfile.TemporaryDirectory() as folder:
         target, head = write_tiny(Path(folder), "LlamaForCausalLMEagle3", draft_vocab_size=512, target_hidden_size=64)
         write_synthetic_tokenizer(target, 512)
-        yield {"model_path": str(target), "load_format": "dummy", "device": "cpu", "cpu_threads": 1, "random_seed": 1}, str(head)
+        model = {"model_path": str(target), "load_format": "dummy", "device": "cpu", "cpu_threads": 1, "random_seed": 1}
+        yield model, {**eagle3(str(head)), "speculative_draft_load_format": "dummy"}
 
 
 def _tiny(name: str, target: Path, head: Path) -> Model:

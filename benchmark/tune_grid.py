@@ -19,11 +19,11 @@ from statistics import median
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.embedded_speculation import CONTEXT, OFF, drafting, measure, speculation
+from benchmark.embedded_speculation import CONTEXT, OFF, measure, speculation
 from benchmark.markdown import Result, provenance, split, table
 from benchmark.record import Record, Row
 from benchmark.server import environment
-from benchmark.shapes import tiny_engine
+from benchmark.shapes import eagle3, tiny_engine
 from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
 from runtime.config.speculative import EMBEDDED_DRAFT
@@ -92,24 +92,28 @@ def main() -> None:
     if args.quick:
         args.shapes, args.batch, args.bursts, args.new_tokens, args.seconds = [OFF, "1/1/2"], [1], 1, 8, 1.0
     record = Record(NAME, KEYS, args.out, args.quick)
-    with tiny_engine() if args.quick else nullcontext(({}, args.head)) as (model, args.head):
-        run(args, record, model)
+    with tiny_engine() if args.quick else nullcontext(({}, eagle3(args.head))) as (model, drafts):
+        run(args, record, model, drafts)
     record.show(render, plot)
 
 
-def run(args: argparse.Namespace, record: Record, model: Mapping[str, Any]) -> None:
-    """Tune, measure and record one row per shape and batch size. `model`: further options of all servers."""
+def run(args: argparse.Namespace, record: Record, model: Mapping[str, Any], drafts: Mapping[str, Any]) -> None:
+    """Tune, measure and record one row per shape and batch size.
+
+    Args:
+        model: further options of all servers.
+        drafts: further options of those that draft.
+    """
     common: dict[str, Any] = {"device": args.device, "context_length": CONTEXT, "max_running_requests": max(args.batch)}
     if args.device == "cuda":  # otherwise each server would take all of the GPU's memory
         common["max_total_tokens"] = (max(args.batch) + 1) * CONTEXT
     if args.model is not None:
         common["model_path"] = args.model
     common |= model
-    drafts = drafting(args.head)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         file = Path(folder) / "tuning.json"
         chosen = tune(common | drafts, args.seconds, args.batch, file)
-        options = {shape: speculation(shape, args.head) for shape in args.shapes} | {TUNED: drafts | {"speculative_tuning": str(file)}}
+        options = {shape: speculation(shape, drafts) for shape in args.shapes} | {TUNED: {**drafts, "speculative_tuning": str(file)}}
         engines = {shape: stack.enter_context(Engine(**common, **one)) for shape, one in options.items()}
         tallies = measure(engines, args.batch, 1, args.new_tokens, args.bursts)
         tuning = json.loads(file.read_text(encoding="utf-8"))

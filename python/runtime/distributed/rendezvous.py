@@ -36,6 +36,11 @@ class Rendezvous(msgspec.Struct, frozen=True):
         """The file of the ranks of one host, which torch would not find in the URL of a folder with `#` or `?` in its name; else ""."""
         return self.url.removeprefix(FILE) if self.url.startswith(FILE) else ""
 
+    @property
+    def node(self) -> NodeAddress:
+        """The address of node 0, if the ranks are on several hosts."""
+        return NodeAddress.parse(self.url.removeprefix("tcp://"))
+
     @classmethod
     def in_folder(cls, folder: str) -> Rendezvous:
         """Create a rendezvous for ranks of one host, in a new folder."""
@@ -64,7 +69,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     def await_listener(self, seconds: float) -> None:
         """Wait until rank 0 listens at the address. torch would wait for twice as long. Raises `OSError`."""
-        node, deadline = NodeAddress.parse(self.url.removeprefix("tcp://")), time.monotonic() + seconds
+        node, deadline = self.node, time.monotonic() + seconds
         while True:
             try:
                 socket.create_connection((node.host, node.port), max(deadline - time.monotonic(), RETRY_SECONDS)).close()

@@ -49,7 +49,7 @@ class TorchGroup(ParallelGroup):
         try:
             if rank and not rendezvous.file:
                 rendezvous.await_listener(timeout)
-                _check_store(rendezvous.url, timeout)
+                _check_store(rendezvous.node, timeout)
             dist.init_process_group("gloo", url, seconds, size, rank, store)
             return cls(rank, size, subgroup(whole, "gloo", timeout), subgroup(whole, "gloo", LONGEST_PAUSE))
         except (OSError, RuntimeError) as error:  # torch raises several kinds, DistNetworkError among them
@@ -126,13 +126,12 @@ def subgroup(lists: list[list[int]], backend: str, seconds: float) -> dist.Proce
     return group
 
 
-def _check_store(url: str, timeout: float) -> None:
-    """Check that what listens at `url` is the store of node 0. torch would wait for ever for the first answer of another program.
+def _check_store(node: NodeAddress, timeout: float) -> None:
+    """Check that what listens at `node` is the store of node 0. torch would wait for ever for the first answer of another program.
 
     Raises:
         OSError: it is not, or does not answer within `timeout` seconds.
     """
-    node = NodeAddress.parse(url.removeprefix("tcp://"))
 
     def greet() -> None:
         with contextlib.suppress(RuntimeError):  # the group itself reports these

@@ -154,7 +154,7 @@ class ModelParts:
             names, in_features: as for `mlp` and `attention`.
             input_norm: as for `block`.
         """
-        attention = self.attention(prefix + "self_attn.", layer_id, in_features)
+        attention = self.of_layer(layer_id).attention(prefix + "self_attn.", layer_id, in_features)
         return self.block(prefix, attention, self.mlp(prefix + "mlp.", layer_id, names), input_norm)
 
     def block(self, prefix: str, attention: AttentionLayer[Any], mlp: Mlp, input_norm: bool = True) -> Block:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from runtime.models import llama
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import attention_bias, decoder_config, sliding_windows
-
-if TYPE_CHECKING:  # the front process reads configurations without torch
-    from runtime.models.block import Block
-    from runtime.models.parts import ModelParts
 
 DEFAULTS = {
     "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "no_rope_layer_interval": 4,
@@ -43,7 +39,4 @@ def _rotated(fields: ConfigFields) -> list[bool]:
     return [each == 1 for each in given[:count]]
 
 
-def block(parts: ModelParts, prefix: str, layer: int) -> Block:
-    """Layer `layer`."""
-    attention = parts.of_layer(layer).attention(prefix + "self_attn.", layer)
-    return parts.block(prefix, attention, parts.gated_mlp(prefix + "mlp."))
+block = llama.block

@@ -29,6 +29,7 @@ ATTENTION: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 512, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 64,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": 3, "eos_token_id": 4, "rms_norm_eps": 1e-3,
 }  # fmt: skip
+DERIVED_HEADS = {name: value for name, value in ATTENTION.items() if name != "head_dim"}
 WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 3}
 EXPERTS: dict[str, Any] = {
     "num_experts": 40, "moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True, "decoder_sparse_step": 2,
@@ -39,7 +40,7 @@ GROUPED_EXPERTS: dict[str, Any] = {
     "n_group": 4, "topk_group": 2, "norm_topk_prob": False,
 }  # fmt: skip
 LATENT: dict[str, Any] = {
-    **{name: value for name, value in ATTENTION.items() if name != "head_dim"}, **GROUPED_EXPERTS, "num_key_value_heads": 64,
+    **DERIVED_HEADS, **GROUPED_EXPERTS, "num_key_value_heads": 64,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "rope_interleave": False,
 }  # fmt: skip
 KINDS = ["full_attention", *["sliding_attention"] * 6, "full_attention"]
@@ -86,7 +87,7 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi3ForCausalLM": (
         "phi3",
         {
-            **{name: value for name, value in ATTENTION.items() if name != "head_dim"}, "num_attention_heads": 32, "sliding_window": 6,
+            **DERIVED_HEADS, "num_attention_heads": 32, "sliding_window": 6,
             "original_max_position_embeddings": 32, "pad_token_id": 0, "tie_word_embeddings": True,
             "rope_parameters": {
                 "rope_type": "longrope", "rope_theta": 1e3, "partial_rotary_factor": 0.5,
@@ -97,7 +98,7 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3ForCausalLM": (
         "smollm3",
         {
-            **{name: value for name, value in ATTENTION.items() if name != "head_dim"}, "num_attention_heads": 32, "pad_token_id": 0,
+            **DERIVED_HEADS, "num_attention_heads": 32, "pad_token_id": 0,
             "use_sliding_window": True, "sliding_window": 6, "layer_types": KINDS, "no_rope_layers": [1, 1, 0, 1, 0, 1, 1, 0],
             "no_rope_layer_interval": 3, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False,
         },

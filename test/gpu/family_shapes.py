@@ -94,9 +94,31 @@ MINIMAX: Config = FEW | {
     "rope_theta": 5000000, "rms_norm_eps": 1e-6, "max_position_embeddings": 196608, "tie_word_embeddings": False, "hidden_act": "silu",
     "torch_dtype": "bfloat16", "quantization_config": FP8,
 }  # fmt: skip
+PHI_4: Config = FEW | {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 10,
+    "intermediate_size": 17920, "rope_theta": 250000, "rms_norm_eps": 1e-5, "max_position_embeddings": 16384, "tie_word_embeddings": False,
+    "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+SMOLLM3: Config = FEW | {
+    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "intermediate_size": 11008, "no_rope_layers": [1, 1, 1, 0], "rope_theta": 5000000, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 65536, "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+SEED_OSS: Config = FEW | {
+    "architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "hidden_size": 5120, "num_attention_heads": 80,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 27648, "attention_bias": True, "attention_out_bias": False,
+    "rope_theta": 10000000, "rms_norm_eps": 1e-6, "max_position_embeddings": 524288, "tie_word_embeddings": False, "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
 _QWEN_DRAFT = _read("qwen3-30b-a3b-eagle3", **DRAFT)
-_MINIMAX_DRAFT = _QWEN_DRAFT | {"hidden_size": 3072, "target_hidden_size": 3072, "num_attention_heads": 48, "num_key_value_heads": 8}
-_MINIMAX_DRAFT |= {"intermediate_size": 9216}
+
+
+def _draft_of(target: Config) -> Config:
+    """An EAGLE-3 head with the sizes of the target's layers."""
+    sizes = {name: target[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")}
+    return _QWEN_DRAFT | sizes | {"target_hidden_size": target["hidden_size"]}
+
+
 _BLOCK = _read("gemma-4-31b-dflash", vocab_size=VOCAB, num_hidden_layers=2)
 _BLOCK["dflash_config"] = _BLOCK["dflash_config"] | {"target_layer_ids": [1, 3, 4]}
 LATENT_BACKENDS = ("fa3", "flashinfer")
@@ -110,7 +132,10 @@ FAMILIES: dict[str, Family] = {
         _read("gpt-oss-20b-eagle3", **DRAFT),
         backends=("fa3",),
     ),
-    "minimax-fp8": Family(MINIMAX, "EAGLE3", _MINIMAX_DRAFT, backends=("fa3",)),
+    "minimax-fp8": Family(MINIMAX, "EAGLE3", _draft_of(MINIMAX) | {"intermediate_size": 9216}, backends=("fa3",)),
+    "phi-4": Family(PHI_4, "EAGLE3", _draft_of(PHI_4)),
+    "smollm3": Family(SMOLLM3, "EAGLE3", _draft_of(SMOLLM3)),
+    "seed-oss": Family(SEED_OSS, "EAGLE3", _draft_of(SEED_OSS)),
     "mimo": Family(MIMO, "MTP"),
     "glm": Family(GLM, "MTP", backends=LATENT_BACKENDS),
     "glm-4.5-air": Family(GLM_AIR, "MTP"),

@@ -99,6 +99,7 @@ inline void griddepcontrol_launch_dependents() {}
 inline void griddepcontrol_wait() {}
 inline void prefetch_global_L2(const void*) {}
 inline void ex2_approx_ftz_f32(float& out, float x) { out = std::exp2(x); }
+inline void rcp_approx_ftz_f32(float& out, float x) { out = 1 / x; }
 inline void rsqrt_approx_ftz_f32(float& out, float x) { out = 1 / std::sqrt(x); }
 
 void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(

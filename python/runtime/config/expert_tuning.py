@@ -17,7 +17,7 @@ FEW_BLOCKS = frozenset({1, 4, 8, 16, 32, 64})
 """Token counts that together use every kernel for few tokens."""
 WIDENED_TILES: Mapping[WeightFormat, Mapping[int, float]] = {
     "fp8": {16: 11, 32: 24, 48: math.inf},
-    "mxfp4": {16: 11, 32: 24, 48: 40, 64: 50, 80: 448, 160: math.inf},
+    "mxfp4": {16: 11, 32: 24, 48: 40, 64: 50, 80: 112, 160: math.inf},
 }
 """Pairs of the tiles of the grouped WGMMA GEMMs that convert weights in registers, and the largest mean number of pairs of an expert for
 which they are chosen. Measured with uneven routing, where the numbers of pairs deviate from their mean by half of it."""

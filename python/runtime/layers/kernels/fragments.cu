@@ -146,12 +146,15 @@ __device__ __forceinline__ void add_scaled(float (&sums)[4], const float (&part)
     sums[2] += part[2] * high; sums[3] += part[3] * high;
 }
 
+// x times the sigmoid of `slope`, without the instructions for subnormal numbers of __expf and of a division.
+__device__ __forceinline__ float times_sigmoid(float x, float slope) {
+    return x * reciprocal_of(1.0f + exp2_of(slope * -1.4426950408889634f));
+}
 __device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {
     if (ACT == 1) {
         gate = fminf(gate, limit);
-        up = fminf(fmaxf(up, -limit), limit);
-        return gate / (1.0f + __expf(-alpha * gate)) * (up + 1.0f);
+        return times_sigmoid(gate, alpha * gate) * (fminf(fmaxf(up, -limit), limit) + 1.0f);
     }
     const float inner = ACT == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
-    return gate / (1.0f + __expf(-inner)) * up;
+    return times_sigmoid(gate, inner) * up;
 }

@@ -8,7 +8,7 @@
 
 static_assert(MATRICES <= STAGE_SCALES);
 constexpr int STRIP = 1;  // weight rows per row of a TMA box
-constexpr int SCALE_BYTES = STAGES * STAGE_SCALES * 4;
+constexpr int SCALE_BYTES = STAGES * STAGE_SCALES * 4, SCALE_COPIERS = MATRICES;  // lanes that copy the scales of a stage
 
 // Scales [experts, rows of blocks, blocks], as in kernels/scale_layout.py.
 struct Scales {
@@ -25,18 +25,19 @@ struct Slots {
     __device__ __forceinline__ u32 scale(int stage, int m) const { return data + SCALES_AT + (stage * STAGE_SCALES + m) * 4; }
 };
 
-// The scales' part of the loading warpgroup: one thread per matrix copies the scales of its stages.
+// The scales' part of the loading warp: one lane per matrix copies the scales of its stages.
 struct ScaleLoader {
     Scales scales;
     Slots slots;
     const float* from = nullptr;
 
-    __device__ __forceinline__ void load_item(const Item& item, const int (&)[MATRICES], int, int rows, int member) {
-        const int row = member < MATRICES ? first_row(item, member, rows) : -1;
+    __device__ __forceinline__ void load_item(const Item& item, const int (&)[MATRICES], int, int rows, int lane) {
+        const int row = lane < MATRICES ? first_row(item, lane, rows) : -1;
         from = row < 0 ? nullptr : scales.at + (long)item.expert * scales.expert_scales + (row >> scales.row_shift) * scales.row_scales;
     }
-    __device__ __forceinline__ void load_stage(int stage, int s, int member) const {
-        if (from != nullptr) copy<4>(slots.scale(stage, member), from + (s * DEPTH >> scales.column_shift));
+    __device__ __forceinline__ void load_stage(const Ring& ring, int s, int lane) const {
+        if (from != nullptr) copy<4>(slots.scale(ring.stage, lane), from + (s * DEPTH >> scales.column_shift));
+        if (lane < SCALE_COPIERS) barrier_arrive_after_copies(ring.full_here());
     }
 };
 
@@ -68,7 +69,6 @@ struct Widener {
     // Waits for a stage, converts its first 32 columns, and loads the next ones into `words`.
     __device__ __forceinline__ void begin_stage(const Ring& ring, u32 (&fragments)[2][2][4], uint4 (&words)[2], u32 from) const {
         ring.wait_full();
-        fence_async();  // makes the writes of cp.async visible to wgmma
         load_words(words, from, 0);
         widen_words(fragments, words);
         load_words(words, from, 32);

@@ -10,7 +10,7 @@
 
 constexpr int STRIP = 8, CORE_BYTES = 16 * STRIP;  // rows of weights in one of a box
 constexpr int SCALE_BYTES_OF_MATRIX = MATRIX * SCALES, SLOT_BYTES = MATRICES * SCALE_BYTES_OF_MATRIX;
-constexpr int SCALE_BYTES = SLOTS * SLOT_BYTES;
+constexpr int SCALE_BYTES = SLOTS * SLOT_BYTES, SCALE_COPIERS = 0;  // lanes that copy the scales of a stage
 
 struct Scales { const u8* at; };  // uint8 [experts, rows, SCALES]
 
@@ -64,14 +64,14 @@ struct Slots {
     }
 };
 
-// What the loading warpgroup does about scales.
+// The scales' part of the loading warp.
 struct ScaleLoader {
     Scales scales;
     Slots slots;
 
     // `starts`: the first rows of the matrices among those of all experts, -1 if the item has fewer; `boxes`: how many it has.
-    __device__ __forceinline__ void load_item(const Item& item, const int (&starts)[MATRICES], int boxes, int rows, int member) {
-        if (member == 0) {
+    __device__ __forceinline__ void load_item(const Item& item, const int (&starts)[MATRICES], int boxes, int rows, int lane) {
+        if (lane == 0) {
             if (slots.round > 0) barrier_wait(slots.empty(), (slots.round - 1) & 1);
             barrier_expect(slots.full(), boxes * SCALE_BYTES_OF_MATRIX);
 #pragma unroll
@@ -82,7 +82,7 @@ struct ScaleLoader {
         }
         slots.next();
     }
-    __device__ __forceinline__ void load_stage(int, int, int) const {}
+    __device__ __forceinline__ void load_stage(const Ring&, int, int) const {}
 };
 
 // What a multiplying warpgroup does with weights.
@@ -135,7 +135,6 @@ struct Widener {
             const int s = round + stage - first, before = (stage + STAGES - 1) % STAGES;
             if (s < 0 || s >= stages) continue;
             ring.wait_full();
-            fence_async();  // wgmma reads what cp.async has written
             const u64 x = descriptor(data + stage * STAGE_BYTES + W_BYTES), constant = x & ~0xFFFFFFFFull;  // offsets never reach the upper half
 #pragma unroll
             for (int half = 0; half < 2; half++) {

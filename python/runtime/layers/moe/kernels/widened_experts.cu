@@ -5,17 +5,17 @@
 // format. Rows of x are the right operand, in shared memory. Each multiplying warpgroup has two matrices; with GATED, the first GEMM, these are
 // 64 rows of gates and the ups of the same columns.
 //
-// A warpgroup loads a ring of stages of 128 columns: weights by TMA, rows of x by cp.async into the same kind of swizzle. Columns of x are in the
-// order in which lanes get weights. Of each 16 columns, lane (g, t) of a warp gets columns 4 t to 4 t + 3 by `ldmatrix`, and the even ones widen
-// together, as do the odd ones. So position 2 t of the 16 columns of an instruction holds column 4 t, and 2 t + 1, 2 t + 8, 2 t + 9 hold 4 t + 2,
-// 4 t + 1, 4 t + 3: even columns, then odd ones.
+// A warp loads a ring of stages of 128 columns by TMA. Rows of x are in the order of the sorted pairs, and their columns in the order in which
+// lanes get weights. Of each 16 columns, lane (g, t) of a warp gets columns 4 t to 4 t + 3 by `ldmatrix`, and the even ones widen together, as do
+// the odd ones. So position 2 t of the 16 columns of an instruction holds column 4 t, and 2 t + 1, 2 t + 8, 2 t + 9 hold 4 t + 2, 4 t + 1,
+// 4 t + 3: even columns, then odd ones.
 //
-// GATED: rows of x, which `widened_rows.cu` has prepared in float16, are those of the pairs' tokens, and act(gate) * up is stored in the order of the
-// sorted pairs, and of columns, which are those of x in the second GEMM. The second GEMM stores sums times the weights of their pairs, each at the
-// index of its pair, in bfloat16.
+// GATED: rows of x, which `widened_rows.cu` has prepared in float16, are the pairs' tokens, and act(gate) * up is stored in the order of x in the
+// second GEMM. The second GEMM stores sums times the weights of their pairs, each at the index of its pair, in bfloat16.
 //
 // Defined before this text: FEWER (of a tile that has no more pairs than these), BIAS, ACT, EARLY and the rest of `fragments.cu`; CLUSTER_M 1,
-// SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored); multiply() of both numbers of pairs; widened_tiles.cu; the file of the format.
+// SPLIT 1, X_STRIP (rows of a box of x), LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored); multiply() of both numbers of pairs;
+// widened_tiles.cu; the file of the format.
 
 constexpr int PITCH = 48, STAGED = 32, STAGING_BYTES = STAGED * PITCH;  // bytes from pair to pair of a warp's results; pairs staged at once
 constexpr int STAGING_AT = SCALES_AT + SCALE_BYTES;
@@ -37,19 +37,16 @@ __device__ __forceinline__ uint4 load_results(u32 from, int second) {
     );
 }
 
-// The loading warpgroup.
+// The first warp of the loading warpgroup.
 struct Loader {
-    const u16* x;
-    const TensorMap* w_map;
+    const TensorMap *x_map, *w_map;
     const Work& work;
-    int rows, width, top_k;
-    u32 data;
+    int rows, width, lane;
 
     __device__ __forceinline__ void run(Ring& ring, ScaleLoader& scales) const {
-        constexpr int COPIES = PAIRS * 8 / LOADERS, STRIDE = LOADERS / 8;  // of a thread: 16-byte copies, and the rows between them
-        const int member = threadIdx.x - MULTIPLIERS, row = member / 8, piece = member % 8;
-        const int stages = stages_of(width), limit = width / 8;  // pieces of a row
-        const u32 to = data + W_BYTES + row * 128 + (piece ^ row % 8) * 16;
+        constexpr int STRIP_BYTES = X_STRIP * 128;  // of 64 columns
+        static_assert(2 * PAIRS / X_STRIP <= 32, "a lane loads one box of x");
+        const int stages = stages_of(width), half = lane % 2, strip = lane / 2;
         for (Items items(work); items.inside();) {
             const Item item = items.next();
             int starts[MATRICES], boxes = 0;  // of the matrices among the rows of all experts; -1 if the item has fewer
@@ -58,19 +55,12 @@ struct Loader {
                 starts[m] = first_row(item, m, rows);
                 if (starts[m] >= 0) starts[m] += item.expert * rows, boxes++;
             }
-            scales.load_item(item, starts, boxes, rows, member);
-            u32 from[COPIES];
-            bool in[COPIES];  // rows that are not there read as zeros
-#pragma unroll
-            for (int r = 0; r < COPIES; r++) {
-                const int at = row + r * STRIDE, place = item.tile * PAIRS + at;
-                from[r] = (u32)(at >= item.count ? 0 : GATED ? work.tiles.pairs[place] / top_k : place) * limit + piece;
-                in[r] = at < item.count;
-            }
+            scales.load_item(item, starts, boxes, rows, lane);
+            const int strips = (item.count + X_STRIP - 1) / X_STRIP;  // what follows them in the tile is not stored
             for (int s = 0; s < stages; s++, ring.next()) {
                 ring.wait_empty();
-                if (member == 0) {
-                    barrier_expect(ring.full_here(), boxes * MATRIX_BYTES);
+                if (lane == 0) {
+                    barrier_expect(ring.full_here(), boxes * MATRIX_BYTES + strips * 2 * STRIP_BYTES);
 #pragma unroll
                     for (int m = 0; m < MATRICES; m++)
                         if (starts[m] >= 0)
@@ -78,17 +68,13 @@ struct Loader {
                                 ring.here() + m * MATRIX_BYTES, w_map, ring.full_here(), s * CODE_BYTES, starts[m] / STRIP, EVICT_NORMAL, 0
                             );
                 }
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const bool inside = s * 16 + half * 8 + piece < limit;
-#pragma unroll
-                    for (int r = 0; r < COPIES; r++) {
-                        const u32 at = to + ring.stage * STAGE_BYTES + half * HALF_BYTES + r * STRIDE * 128;
-                        copy16<128>(at, (const uint4*)x + (inside ? from[r] + s * 16 + half * 8 : 0), inside && in[r]);
-                    }
-                }
-                scales.load_stage(ring.stage, s, member);
-                barrier_arrive_after_copies(ring.full_here());
+                __syncwarp();
+                if (strip < strips)
+                    load_box<false>(
+                        ring.here() + W_BYTES + half * HALF_BYTES + strip * STRIP_BYTES, x_map, ring.full_here(), (2 * s + half) * 64,
+                        item.tile * PAIRS + strip * X_STRIP, EVICT_NORMAL, 0
+                    );
+                scales.load_stage(ring, s, lane);
             }
         }
     }
@@ -99,8 +85,8 @@ struct Multiplier {
     const Work& work;
     u16* out;
     const u16* bias;
-    const float *pair_weights, *token_factors;
-    int rows, columns, width, top_k;
+    const float *pair_weights, *x_factors;
+    int rows, columns, width;
     Gate act;
     u32 data;
     int group, warp, lane;  // of the block; of the group; of the warp
@@ -114,9 +100,9 @@ struct Multiplier {
         int targets[CHUNKS];  // of one pair in each lane: its row of the output, and what its sums are multiplied by
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
-            const int at = STAGED * c + lane, place = item.tile * PAIRS + at, pair = at < item.count ? work.tiles.pairs[place] : 0;
-            targets[c] = at >= item.count ? -1 : GATED ? place : pair;
-            factors[c] = GATED ? token_factors[pair / top_k] : pair_weights[pair];
+            const int at = STAGED * c + lane, place = item.tile * PAIRS + at;
+            targets[c] = at >= item.count ? -1 : GATED ? place : work.tiles.pairs[place];
+            factors[c] = at >= item.count ? 0.0f : GATED ? x_factors[place] : pair_weights[targets[c]];
         }
         const int t = lane % 4, own = first_row(item, 2 * group, rows) + 16 * warp;  // row 0 of the warp in the first matrix
 #pragma unroll
@@ -130,6 +116,11 @@ struct Multiplier {
         for (int c = 0; c < CHUNKS; c++) {
             if (STAGED * c >= item.count) continue;
             constexpr int EIGHTS = N < STAGED ? N / 8 : STAGED / 8;  // of pairs
+            float own_factors[EIGHTS][2];                            // of the pairs in this lane's sums
+#pragma unroll
+            for (int b = 0; b < EIGHTS; b++)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) own_factors[b][odd] = __shfl_sync(~0u, factors[c], 8 * b + 2 * t + odd);
 #pragma unroll
             for (int q = 0; q < (GATED ? 1 : 2); q++) {
                 const int row = own + q * MATRIX;  // of the output's columns, of this warp's 16
@@ -142,7 +133,7 @@ struct Multiplier {
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         const int at = (STAGED / 8 * c + b) * 4 + j;
-                        const float factor = __shfl_sync(~0u, factors[c], 8 * b + 2 * t + j % 2);
+                        const float factor = own_factors[b][j % 2];
                         if (GATED)
                             v[j] = activate(
                                 sums[0][at] * (row_factors[0][j / 2] * factor) + biases[0][j / 2],
@@ -190,8 +181,8 @@ struct Multiplier {
 };
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1) widened_experts(
-    const u16* x, const __grid_constant__ TensorMap w_map, const Scales scales, const Tiles tiles, u16* out, const u16* bias,
-    const float* pair_weights, const float* token_factors, int rows, int columns, int width, int top_k, const Gate act
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const Scales scales, const Tiles tiles, u16* out,
+    const u16* bias, const float* pair_weights, const float* x_factors, int rows, int columns, int width, const Gate act
 ) {
     extern __shared__ __align__(1024) char shared[];
     const u32 data = shared_address(shared), barriers = data + BARRIERS_AT;
@@ -202,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1) widened_e
     if (threadIdx.x == 0) {
         if (data % 1024 != 0) asm volatile("trap;");  // the 128-byte swizzle needs stages aligned to 1024 bytes
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(ring.full + s * 8, LOADERS + 1);  // all loading threads after their copies, and one that expects the bytes of the boxes
+            barrier_init(ring.full + s * 8, 1 + SCALE_COPIERS);  // one that expects the bytes of the boxes, others after their copies of scales
             barrier_init(ring.empty + s * 8, MULTIPLIERS / 32);
         }
         slots.init();
@@ -213,13 +204,12 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1) widened_e
     const Work work(tiles, columns);
     if (warp >= MULTIPLIERS / 32) {
         leave_registers<LOAD_REGISTERS>();
+        if (warp > MULTIPLIERS / 32) return;
         ScaleLoader scale_loader{scales, slots};
-        Loader{x, &w_map, work, rows, width, top_k, data}.run(ring, scale_loader);
+        Loader{&x_map, &w_map, work, rows, width, lane}.run(ring, scale_loader);
         return;
     }
     take_registers<MULTIPLY_REGISTERS>();
     Widener widener{slots, data, width, warp / 4, warp % 4, lane};
-    Multiplier{work, out, bias, pair_weights, token_factors, rows, columns, width, top_k, act, data, warp / 4, warp % 4, lane}.run(
-        ring, widener
-    );
+    Multiplier{work, out, bias, pair_weights, x_factors, rows, columns, width, act, data, warp / 4, warp % 4, lane}.run(ring, widener);
 }

@@ -39,6 +39,8 @@ STAGING_BYTES = 32 * 48
 """Staging buffer for the results of a warp, in bytes."""
 LOADERS, LOAD_REGISTERS = 128, 40
 """Threads of the loading warpgroup, and registers of each."""
+X_STRIP = 16
+"""Rows of x that are loaded at once, of half the columns of a stage."""
 ROW_THREADS = 128
 """Threads per block of the kernel that prepares rows."""
 MOST_GATED = 200.0
@@ -147,8 +149,8 @@ def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None)
     x, gate_up, down, routed, act, out, first, pdl, *_ = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
     experts.check()
-    rows, factors = prepare_rows(x, pdl=pdl)
     aligned = align(routed.ids, first, E, pairs, pdl=pdl)
+    rows, factors = prepare_rows(x, aligned, top_k, pdl=pdl)
     between = torch.bfloat16 if gate_up.format == "fp8" else torch.float16
     h = torch.empty((aligned.tiles * pairs, inner), dtype=between, device=x.device)
     y = torch.empty((T * top_k, hidden), dtype=x.dtype, device=x.device)
@@ -158,12 +160,14 @@ def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None)
     return sum_pairs(y, routed, out, first, E, added=added, pdl=pdl)
 
 
-def prepare_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert bfloat16 x [T, K] to float16 with columns in the kernels' order, scaled by row; also returns the factors float32 [T] that
-    undo it.
+def prepare_rows(x: torch.Tensor, aligned: Aligned, top_k: int, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert bfloat16 x [T, K] to a float16 row for each place of `aligned`, with columns in the kernels' order, scaled by row; also
+    returns the float32 factors that undo it. Rows and factors of places without a pair are undefined.
     """
-    rows, factors = torch.empty_like(x, dtype=torch.float16), torch.empty(len(x), dtype=torch.float32, device=x.device)
-    _rows_kernel(pdl)(len(x), (x, rows, factors, x.shape[1]), pdl)
+    places = aligned.tiles * aligned.rows
+    rows = torch.empty((places, x.shape[1]), dtype=torch.float16, device=x.device)
+    factors = torch.empty(places, dtype=torch.float32, device=x.device)
+    _rows_kernel(pdl)(places, (x, aligned.argument, rows, factors, x.shape[1], aligned.rows, top_k), pdl)
     return rows, factors
 
 
@@ -179,9 +183,7 @@ def _grouped(
     act: GatedAct,
     pdl: bool,
 ) -> None:
-    """Launch one grouped GEMM. With `gated`, x has a row per token and `out` a row per place of `aligned`; otherwise x has a row per place
-    and `out` a row per pair.
-    """
+    """Launch one grouped GEMM. x has a row per place of `aligned`, and with `gated` so has `out`, which otherwise has a row per pair."""
     (E, N, K), columns = weights.shape, out.shape[1]
     assert weights.scale is not None
     fp8, bias = weights.format == "fp8", weights.bias is not None
@@ -189,9 +191,10 @@ def _grouped(
     _kernel(variant)(
         min(aligned.tiles * (columns // MATRIX), torch.cuda.get_device_properties(x.device).multi_processor_count),
         (
-            x, _map(weights.weight.data_ptr(), E * N, K * CODE_BITS[weights.format] // 8, weights.format),
+            cuda_driver.tensor_map(x.data_ptr(), (K, len(x)), x.dtype, (DEPTH // 2, X_STRIP)),
+            _map(weights.weight.data_ptr(), E * N, K * CODE_BITS[weights.format] // 8, weights.format),
             _scales(weights) if fp8 else weights.scale, aligned.argument,
-            out, weights.bias, routed.weights, factors, N, columns, K, routed.ids.shape[1], act.argument,
+            out, weights.bias, routed.weights, factors, N, columns, K, act.argument,
         ),
         pdl,
     )  # fmt: skip
@@ -230,7 +233,7 @@ def _rows_kernel(early: bool) -> cuda_driver.Kernel:
 def rows_source(early: bool) -> str:
     """The CUDA program that prepares rows."""
     constants = dict(FORMAT=FORMATS["dense"], ACT=0, EARLY=int(early), THREADS=ROW_THREADS)
-    return fragments.source(Path(__file__).with_name("widened_rows.cu"), constants)
+    return fragments.source(Path(__file__).with_name("widened_rows.cu"), constants, GROUPED_PARTS)
 
 
 def source(variant: _Variant) -> str:
@@ -239,8 +242,8 @@ def source(variant: _Variant) -> str:
     assert v.pairs in tiles, f"expected tiles of {tuple(tiles)} pairs; got {v.pairs}"
     fewer = v.tile.fewer or v.pairs
     constants = dict(
-        FORMAT=FORMATS[v.format], ACT=v.act, EARLY=int(v.early), ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
-        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format], PAIRS=v.pairs,
+        FORMAT=FORMATS[v.format], ACT=v.act, EARLY=int(v.early), ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, SPLIT=1, X_STRIP=X_STRIP,
+        LOADERS=LOADERS, LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format], PAIRS=v.pairs,
         FEWER=fewer, STAGES=v.stages, SLOTS=SLOTS, SCALES=v.columns // GROUP, STAGE_SCALES=STAGE_SCALES,
         GATED=int(v.gated), BIAS=int(v.bias),
     )  # fmt: skip

@@ -1,15 +1,20 @@
-// Prepares the rows of x for `widened_experts.cu`: converts bfloat16 to float16, scaled by a power of two chosen by the row's largest entry, and
-// puts the even columns of each 16 before the odd ones. One block per row.
+// Prepares the rows of x for `widened_experts.cu`, one for each of the sorted pairs: converts bfloat16 to float16, scaled by a power of two chosen by
+// the row's largest entry, and puts the even columns of each 16 before the odd ones. One block per place of the tiles.
 //
-// Defined before this text: THREADS, and the rest of `fragments.cu`.
+// Defined before this text: THREADS, grouped_parts.cu, and the rest of `fragments.cu`.
 
-// x, rows: [T, width], width a multiple of 16. factors[row] undoes the scaling of the row.
-extern "C" __global__ void __launch_bounds__(THREADS) widened_rows(const uint4* x, uint4* rows, float* factors, int width) {
+// x: [T, width], width a multiple of 16; rows: [tiles * tile_rows, width], of which only those of pairs are written. factors[row] undoes the scaling
+// of the row.
+extern "C" __global__ void __launch_bounds__(THREADS) widened_rows(
+    const uint4* x, const Tiles tiles, uint4* rows, float* factors, int width, int tile_rows, int top_k
+) {
     constexpr int HELD = 2;  // pieces of 16 columns that a thread keeps in registers; it reads further ones twice
     __shared__ u32 largest[THREADS / 32];
     if (EARLY) launch_next(), wait_for_previous();
+    const int place = blockIdx.x, tile = place / tile_rows;
+    if (tile >= *tiles.used || place % tile_rows >= tiles.places[2 * tile + 1]) return;
     const int pieces = width / 16;
-    const uint4* const from = x + (long)blockIdx.x * pieces * 2;
+    const uint4* const from = x + (long)(tiles.pairs[place] / top_k) * pieces * 2;
     uint4 held[HELD][2];
     u32 most = 0;
 #pragma unroll
@@ -28,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) widened_rows(const uint4* 
 #pragma unroll
     for (int warp = 0; warp < THREADS / 32; warp++) most = max(most, largest[warp]);
     const int base = base_of(most);
-    uint4* const to = rows + (long)blockIdx.x * pieces * 2;
+    uint4* const to = rows + (long)place * pieces * 2;
     const auto put = [&](int piece, uint4 first, uint4 second) {
         const uint4 a = narrow8(first, base), b = narrow8(second, base);
         to[2 * piece] = make_uint4(
@@ -44,5 +49,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) widened_rows(const uint4* 
         if (piece < pieces) put(piece, held[i][0], held[i][1]);
     }
     for (int piece = HELD * THREADS + threadIdx.x; piece < pieces; piece += THREADS) put(piece, from[2 * piece], from[2 * piece + 1]);
-    if (threadIdx.x == 0) factors[blockIdx.x] = __uint_as_float((u32)(base + 15) << 23);
+    if (threadIdx.x == 0) factors[place] = __uint_as_float((u32)(base + 15) << 23);
 }

@@ -11,6 +11,9 @@ constexpr int MATRIX_BYTES = MATRIX * CODE_BYTES, W_BYTES = MATRICES * MATRIX_BY
 constexpr int HALF_BYTES = PAIRS * 128, STAGE_BYTES = W_BYTES + 2 * HALF_BYTES;  // of 64 columns of x
 constexpr int SCALES_AT = STAGES * STAGE_BYTES;                // scales of weights follow the ring
 
+// Values that are the same in all lanes, known to the compiler to be.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // A tile of pairs, of which `count` are real, by a tile of weights: `units` of them from `unit` on.
 struct Item { int expert, tile, unit, units, count; };
 
@@ -21,10 +24,10 @@ struct Work {
     __device__ __forceinline__ Work(const Tiles& tiles, int columns) : tiles(tiles) {
         units = columns / MATRIX;
         each = (units + UNITS - 1) / UNITS;
-        count = *tiles.used * each;
+        count = uniform(*tiles.used) * each;
     }
     __device__ __forceinline__ Item item(int tile, int unit, int most) const {
-        return {tiles.experts[tile], tile, unit, min(most, units - unit), min(tiles.places[2 * tile + 1], PAIRS)};
+        return {tiles.experts[tile], tile, unit, min(most, units - unit), min(uniform(tiles.places[2 * tile + 1]), PAIRS)};
     }
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from gpu import moe_layers
 from gpu.moe_layers import KINDS, expert_pass, reference, relative, routed, weights
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.moe.definition import route
-from runtime.layers.moe.kernels import down_sums, fragment_rows, pair_sums, route_few
+from runtime.layers.moe.kernels import down_sums, fragment_rows, pair_sums, route_few, widened_rows
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
 from runtime.layers.moe.router import Router, Routing, RoutingRule
@@ -31,7 +32,7 @@ ROUNDING = 1e-2
 def on_cpu(programs: Path) -> Iterator[None]:
     with (
         pytest.MonkeyPatch.context() as patch,
-        emulated(programs, [down_sums, fragment_rows, pair_sums, route_few], SMS),
+        emulated(programs, [down_sums, fragment_rows, pair_sums, route_few, widened_rows], SMS),
     ):
         patch.setattr(moe_layers, "DEVICE", torch.device("cpu"))
         patch.setattr(moe_layers, "DTYPE", BF16)
@@ -153,3 +154,31 @@ def test_routing_follows_its_definition(experts: int, hidden: int, rule: Routing
     assert torch.equal(found.ids, want.ids)
     assert torch.equal(found.masks, want.masks)
     torch.testing.assert_close(found.weights, want.weights, rtol=1e-4, atol=1e-6)
+
+
+class Tiles(ctypes.Structure):
+    """`Tiles` in `grouped_parts.cu`."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("pairs", "experts", "places", "used"))
+
+
+@pytest.mark.parametrize("width", [64, 2880, 3136])  # some lanes without columns; a part of the last round; more than a warp holds
+def test_rows_of_sorted_pairs_are_those_of_their_tokens_in_float16(width: int) -> None:
+    tile_rows, used, top_k = 16, 3, 2
+    counts, undefined = [16, 1, 5], 1 << 30
+    x = torch.randn((11, width)).to(BF16) * torch.logspace(-30, 30, 11).to(BF16)[:, None]
+    pairs = torch.full((used + 2, tile_rows), undefined, dtype=torch.int32)
+    mixed = torch.randperm(len(x) * top_k).to(torch.int32).split(counts)
+    for tile, own in enumerate(mixed):
+        pairs[tile, : len(own)] = own
+    places = torch.full((used + 2, 2), undefined, dtype=torch.int32)
+    places[:used, 1] = torch.tensor(counts)
+    own = [guarded(part) for part in (pairs, places, torch.tensor([used], dtype=torch.int32))]
+    argument = Tiles(own[0].data_ptr(), 0, own[1].data_ptr(), own[2].data_ptr())
+    aligned: Any = SimpleNamespace(tiles=used + 2, rows=tile_rows, argument=argument)
+    rows, factors = widened_rows.prepare_rows(guarded(x), aligned, top_k, pdl=True)
+    order = torch.arange(width).view(-1, 8, 2).transpose(1, 2).flatten()  # even columns of each 16, then odd ones
+    for tile, sorted_pairs in enumerate(mixed):
+        at = tile * tile_rows + torch.arange(len(sorted_pairs))
+        want = x[sorted_pairs.long() // top_k][:, order].double()
+        assert torch.equal(rows[at].double() * factors[at, None].double(), want)

@@ -22,6 +22,7 @@ from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import GROUPED_PARTS
 from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
+from runtime.layers.moe.kernels.widened_rows import prepare_rows
 from runtime.layers.moe.router import Routing
 from runtime.layers.quantization.mxfp4 import GROUP, ROWS
 
@@ -41,8 +42,6 @@ LOADERS, LOAD_REGISTERS = 128, 40
 """Threads of the loading warpgroup, and registers of each."""
 X_STRIP = 16
 """Rows of x that are loaded at once, of half the columns of a stage."""
-ROW_THREADS = 128
-"""Threads per block of the kernel that prepares rows."""
 MOST_GATED = 200.0
 """Largest clamp limit for which float16 can represent the activation's products."""
 CODE_BITS: Mapping[WeightFormat, int] = {"fp8": 8, "mxfp4": 4}
@@ -160,17 +159,6 @@ def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None)
     return sum_pairs(y, routed, out, first, E, added=added, pdl=pdl)
 
 
-def prepare_rows(x: torch.Tensor, aligned: Aligned, top_k: int, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert bfloat16 x [T, K] to a float16 row for each place of `aligned`, with columns in the kernels' order, scaled by row; also
-    returns the float32 factors that undo it. Rows and factors of places without a pair are undefined.
-    """
-    places = aligned.tiles * aligned.rows
-    rows = torch.empty((places, x.shape[1]), dtype=torch.float16, device=x.device)
-    factors = torch.empty(places, dtype=torch.float32, device=x.device)
-    _rows_kernel(pdl)(places, (x, aligned.argument, rows, factors, x.shape[1], aligned.rows, top_k), pdl)
-    return rows, factors
-
-
 def _grouped(
     x: torch.Tensor,
     factors: torch.Tensor | None,
@@ -223,17 +211,6 @@ def _kernel(variant: _Variant) -> cuda_driver.Kernel:
     return cuda_driver.compile_kernel(
         source(variant), "widened_experts", threads=128 * variant.tile.groups + LOADERS, cluster=1, shared_bytes=SHARED_BYTES
     )
-
-
-@cache
-def _rows_kernel(early: bool) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(rows_source(early), "widened_rows", threads=ROW_THREADS, cluster=1, shared_bytes=0)
-
-
-def rows_source(early: bool) -> str:
-    """The CUDA program that prepares rows."""
-    constants = dict(FORMAT=FORMATS["dense"], ACT=0, EARLY=int(early), THREADS=ROW_THREADS)
-    return fragments.source(Path(__file__).with_name("widened_rows.cu"), constants, GROUPED_PARTS)
 
 
 def source(variant: _Variant) -> str:

@@ -11,7 +11,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from benchmark import draft_head, picture, plots
 from benchmark.crossover import crossing
 from benchmark.markdown import Result, cell, pick, provenance, split, table
 from benchmark.record import Record
-from benchmark.shapes import eagle3, tiny_engine
+from benchmark.shapes import eagle3, engine_options
 from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
 from runtime.bench.datasets import ASSETS, embedded_prompts
@@ -216,7 +215,7 @@ def main() -> None:
     if args.quick:
         args.shapes, args.batch, args.prompts, args.new_tokens, args.threads, args.quantization = ["2/1/3"], [1, 2], 1, 4, 1, ["int4"]
     record = Record(NAME, KEYS, args.out, args.quick)
-    with tiny_engine() if args.quick else nullcontext(({}, eagle3(args.head))) as (model, drafts):
+    with engine_options(args.quick, {}, eagle3(args.head)) as (model, drafts):
         run(args, record, model, drafts)
     record.show(render, plot)
 

@@ -11,7 +11,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +23,7 @@ from benchmark.embedded_speculation import EMBEDDED, OFF, chat_prompts, speculat
 from benchmark.lossless import compare, in_groups, options
 from benchmark.markdown import Result, change, pick, table, with_provenance
 from benchmark.record import Record, Row
-from benchmark.shapes import big_model, tiny_engine, tiny_model
+from benchmark.shapes import big_model, engine_options, tiny_model
 from benchmark.sweep import arguments, numbers
 from benchmark.tuning.world import decode_batch, page_table
 from runtime import Engine
@@ -291,8 +290,8 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()  # the engines share the GPU with this process
     if args.only != "passes":
-        with tiny_engine() if quick else nullcontext((ON_GPU, EMBEDDED)) as (common, drafts):
-            common = common | (options("cpu", 1) if quick else {}) | ({"model_path": args.model} if args.model else {})
+        with engine_options(quick, ON_GPU, EMBEDDED) as (model, drafts):
+            common = {**model, **(options("cpu", 1) if quick else {}), **({"model_path": args.model} if args.model else {})}
             for row in answer_rows(common, drafts, 2 if quick else 64, 4 if quick else 64, (1, 2) if quick else TOGETHER):
                 record.add({"model": "tiny" if quick else "smollm2-135m", **row})
     record.show(render, plot)

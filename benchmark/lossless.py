@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from benchmark import draft_head, picture, plots
 from benchmark.embedded_speculation import EMBEDDED, OFF, chat_prompts, speculation
 from benchmark.markdown import Result, table, with_provenance
 from benchmark.record import Record
-from benchmark.shapes import tiny_engine
+from benchmark.shapes import engine_options
 from benchmark.sweep import arguments, names, positive
 from runtime import Engine
 
@@ -53,8 +52,8 @@ def compare(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, A
 
 def shape_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per shape: answers with drafts compared with plain answers, in float32."""
-    with tiny_engine() if args.quick else nullcontext(({}, EMBEDDED)) as (model, drafts):
-        common = model | options("cpu", args.threads)
+    with engine_options(args.quick, {}, EMBEDDED) as (model, drafts):
+        common = {**model, **options("cpu", args.threads)}
         plain = answers(OFF, drafts, common, args.prompts, args.new_tokens)
         for shape in args.shapes:
             yield {"shape": shape, "dtype": "float32"} | compare(plain, answers(shape, drafts, common, args.prompts, args.new_tokens))

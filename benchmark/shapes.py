@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,16 +127,22 @@ def eagle3(head: str) -> dict[str, Any]:
 
 
 @contextmanager
-def tiny_engine() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """For smoke runs that need text: options of `Engine` for the tiny model with a tokenizer, and for drafts of an EAGLE-3 head.
+def engine_options(
+    quick: bool, model: Mapping[str, Any], drafts: Mapping[str, Any]
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Options of `Engine` for a model and for its drafts: the given ones, or in a quick run those of the tiny model with a tokenizer, and
+    of an EAGLE-3 head for it.
 
-    Both have random weights. The files exist within the context.
+    The tiny ones have random weights, and files that exist within the context.
     """
+    if not quick:
+        yield model, drafts
+        return
     with tempfile.TemporaryDirectory() as folder:
         target, head = write_tiny(Path(folder), "LlamaForCausalLMEagle3", draft_vocab_size=512, target_hidden_size=64)
         write_synthetic_tokenizer(target, 512)
-        model = {"model_path": str(target), "load_format": "dummy", "device": "cpu", "cpu_threads": 1, "random_seed": 1}
-        yield model, {**eagle3(str(head)), "speculative_draft_load_format": "dummy"}
+        tiny = {"model_path": str(target), "load_format": "dummy", "device": "cpu", "cpu_threads": 1, "random_seed": 1}
+        yield tiny, {**eagle3(str(head)), "speculative_draft_load_format": "dummy"}
 
 
 def _tiny(name: str, target: Path, head: Path) -> Model:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ from benchmark.embedded_speculation import CONTEXT, OFF, measure, speculation
 from benchmark.markdown import Result, provenance, split, table
 from benchmark.record import Record, Row
 from benchmark.server import environment
-from benchmark.shapes import eagle3, tiny_engine
+from benchmark.shapes import eagle3, engine_options
 from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
 from runtime.config.speculative import EMBEDDED_DRAFT
@@ -92,7 +91,7 @@ def main() -> None:
     if args.quick:
         args.shapes, args.batch, args.bursts, args.new_tokens, args.seconds = [OFF, "1/1/2"], [1], 1, 8, 1.0
     record = Record(NAME, KEYS, args.out, args.quick)
-    with tiny_engine() if args.quick else nullcontext(({}, eagle3(args.head))) as (model, drafts):
+    with engine_options(args.quick, {}, eagle3(args.head)) as (model, drafts):
         run(args, record, model, drafts)
     record.show(render, plot)
 

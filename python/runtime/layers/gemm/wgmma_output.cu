@@ -15,7 +15,7 @@ constexpr int NO_COLUMN = 0x7FFFFFFF;
 // x * sigmoid(x), or for gelu in its tanh form x * sigmoid(sqrt(8 / pi) * (x + 0.044715 x ** 3)).
 __device__ __forceinline__ float activate(float x) {
     const float slope = WRITE == GELU ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
-    return x * reciprocal_of(1.0f + exp2_of(slope * -1.4426950408889634f));  // without the instructions for subnormal numbers of __expf
+    return times_sigmoid(x, slope);
 }
 
 // Transpose 4 x 4 words over four lanes: words[i] of lane t becomes words[t] of lane i.

@@ -146,10 +146,6 @@ __device__ __forceinline__ void add_scaled(float (&sums)[4], const float (&part)
     sums[2] += part[2] * high; sums[3] += part[3] * high;
 }
 
-// x times the sigmoid of `slope`, without the instructions for subnormal numbers of __expf and of a division.
-__device__ __forceinline__ float times_sigmoid(float x, float slope) {
-    return x * reciprocal_of(1.0f + exp2_of(slope * -1.4426950408889634f));
-}
 __device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {
     if (ACT == 1) {
         gate = fminf(gate, limit);

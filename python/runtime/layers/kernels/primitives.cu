@@ -168,6 +168,11 @@ __device__ __forceinline__ float reciprocal_of(float x) {
     return y;
 }
 
+// x times the sigmoid of `slope`, without the instructions for subnormal numbers of __expf and of a division.
+__device__ __forceinline__ float times_sigmoid(float x, float slope) {
+    return x * reciprocal_of(1.0f + exp2_of(slope * -1.4426950408889634f));
+}
+
 // `top`, or 0 if it is NO_SCORE, so that subtracting it from minus infinity gives no NaN.
 #define NO_SCORE __int_as_float(0xFF800000)  // minus infinity, for which NVRTC has no constant
 __device__ __forceinline__ float finite_top(float top) { return top == NO_SCORE ? 0.0f : top; }

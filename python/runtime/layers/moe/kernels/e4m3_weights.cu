@@ -87,7 +87,7 @@ struct Widener {
 #pragma unroll
             for (int j = 0; j < N / 2; j++) sums[q][j] = 0.0f;
         }
-        int stage = __shfl_sync(~0u, ring.stage, 0);  // tells the compiler that all lanes agree, so that descriptors stay in uniform registers
+        int stage = uniform(ring.stage);  // so that descriptors stay in uniform registers
         begin_stage(ring, fragments[0], words, codes + stage * STAGE_BYTES);
 #pragma unroll 1
         for (int s = 0; s < stages; s++) {

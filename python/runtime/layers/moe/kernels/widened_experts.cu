@@ -44,7 +44,7 @@ struct Loader {
     int rows, width, lane;
 
     __device__ __forceinline__ void run(Ring& ring, ScaleLoader& scales) const {
-        constexpr int STRIP_BYTES = X_STRIP * 128;  // of 64 columns
+        constexpr int STRIP_BYTES = X_STRIP * ROW_BYTES;
         static_assert(2 * PAIRS / X_STRIP <= 32, "a lane loads one box of x");
         const int stages = stages_of(width), half = lane % 2, strip = lane / 2;
         for (Items items(work); items.inside();) {
@@ -71,7 +71,7 @@ struct Loader {
                 __syncwarp();
                 if (strip < strips)
                     load_box<false>(
-                        ring.here() + W_BYTES + half * HALF_BYTES + strip * STRIP_BYTES, x_map, ring.full_here(), (2 * s + half) * 64,
+                        ring.here() + W_BYTES + half * HALF_BYTES + strip * STRIP_BYTES, x_map, ring.full_here(), (2 * s + half) * COLUMNS,
                         item.tile * PAIRS + strip * X_STRIP, EVICT_NORMAL, 0
                     );
                 scales.load_stage(ring, s, lane);

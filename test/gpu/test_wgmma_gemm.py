@@ -22,7 +22,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("wgmma_gemm"), pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 ROWS = (1, 3, 8, 33, 64, 65, 128)
 N, K = 1072, 2088  # neither is a multiple of a tile, of a box or of a part of one
-WHOLE = [WgmmaConfig(tile) for tile in (16, 48, 224, 256)]
+WHOLE = [*(WgmmaConfig(tile) for tile in (16, 48, 224, 256)), WgmmaConfig(48, cluster_n=2)]
 SUMS = [WgmmaConfig(8), *WHOLE, WgmmaConfig(120)]
 IN_PARTS = [WgmmaConfig(*cut) for cut in ((16, 2), (64, 2), (96, 3), (256, 8))]
 BF16 = torch.bfloat16

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
-from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, WgmmaConfig, _kernel, _Variant, wgmma_gemm
+from runtime.layers.gemm.wgmma_gemm import WIDE_ROWS, WgmmaConfig, _kernel, _Variant, wgmma_gemm
 from runtime.layers.kernels.argmax_kernel import argmax_chunks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -22,7 +22,10 @@ ROWS = (129, 150, 192, 200, 256, 257, 300, 384, 500, 512, 1000, 2047, 2048)
 SIZES = ((1072, 2088), (6160, 328), (144, 72))
 """(N, K). The first two are not multiples of any tile or box. The second has more tiles than the GPU has blocks, the third fewer columns
 than the stages hold."""
-WHOLE = [WgmmaConfig(128), *(WgmmaConfig(tile, cluster_m=blocks) for tile, blocks in ((256, 2), (224, 2), (240, 3), (96, 2), (64, 4)))]
+SHARED_WEIGHTS = [WgmmaConfig(tile, cluster_m=blocks) for tile, blocks in ((256, 2), (224, 2), (240, 3), (96, 2), (64, 4))]
+SHARED_ROWS = [WgmmaConfig(tile, cluster_n=blocks) for tile, blocks in ((224, 2), (96, 2), (32, 4))]
+WIDE = [WgmmaConfig(112, cluster_n=2, rows=WIDE_ROWS), WgmmaConfig(192, cluster_m=2, rows=WIDE_ROWS), WgmmaConfig(64, rows=WIDE_ROWS)]
+WHOLE = [WgmmaConfig(128), *SHARED_WEIGHTS, *SHARED_ROWS, WgmmaConfig(128, cluster_m=2, cluster_n=2), *WIDE]
 IN_PARTS = [WgmmaConfig(64, 2), WgmmaConfig(256, 4, 2), WgmmaConfig(128, 2, 2), WgmmaConfig(120, 3), WgmmaConfig(128, 4)]
 BF16 = torch.bfloat16
 SCALED_BY = (16, 6)
@@ -34,7 +37,7 @@ def compiled() -> None:
     """Compile the kernels that the tests need, in parallel."""
     keys = []
     for config in [*WHOLE, *IN_PARTS]:
-        plain = _Variant(BLOCK_ROWS, "NARROW", BF16, True, True)
+        plain = _Variant(config.rows, "NARROW", BF16, True, True)
         keys += [(config, plain), (config, replace(plain, scale=True)), (config, replace(plain, write="ADD"))]
         keys += [(config, replace(plain, write="ADD", bias=False)), (config, replace(plain, write="ADD", bias=False, deferred=True))]
         if config in WHOLE:
@@ -184,7 +187,8 @@ def test_early_launches_in_a_graph_change_no_bit_of_a_chain(rows: int) -> None:
             h = h + (F.silu(gate) * up) @ down_weight.double().T
         return h
 
-    for down, up in ((WHOLE[2], WHOLE[3]), (IN_PARTS[1], WHOLE[1]), (IN_PARTS[4], WHOLE[5]), (WHOLE[4], WHOLE[0])):
+    pairs = (WHOLE[2], WHOLE[3]), (IN_PARTS[1], WHOLE[1]), (IN_PARTS[4], WHOLE[5]), (WHOLE[4], WHOLE[0]), SHARED_ROWS[1::-1], WIDE[2::-2]
+    for down, up in pairs:
         want = chain(down, up, False)
         assert off(want, reference()) < 2e-2, (down, up)
         chain(down, up, True)  # compile

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.config.device_tuning import H200
 from runtime.layers.gemm.many_rows import GemmSize, cycles, many_rows_config, split_config
-from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, WgmmaConfig, _blocks, _boxes
+from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, WIDE_ROWS, WgmmaConfig, _blocks, _boxes
 from runtime.model_executor.build import prompt_rows
 
 ROWS = (192, 256, 384, 512, 1024, 2048)
@@ -22,7 +22,7 @@ def test_the_tiling_offered_is_valid(num_sms: int, rows: int, shape: tuple[int, 
     size = GemmSize(rows, *shape, gated)
     config = many_rows_config(size, num_sms)
     assert config.fits(gated)
-    assert _boxes(config, BLOCK_ROWS, BLOCK_ROWS, gated).stages >= 4
+    assert _boxes(config, config.rows, config.rows, gated).stages >= 4
     narrower = WgmmaConfig(config.tile // 2 // 16 * 16, cluster_m=2)
     assert narrower.tile < 32 or not narrower.fits(gated) or cycles(config, size, num_sms) <= cycles(narrower, size, num_sms)
 
@@ -43,8 +43,20 @@ def test_clusters_of_a_split_tiling_all_run_at_once(rows: int, shape: tuple[int,
 @pytest.mark.parametrize("rows", ROWS)
 def test_tiles_of_a_large_gemm_keep_nearly_all_multiprocessors_busy(rows: int) -> None:
     best = many_rows_config(GemmSize(rows, 28672, 4096, True), H200_SMS)
-    blocks = -(-rows // (BLOCK_ROWS * best.cluster_m)) * best.cluster_m * -(-28672 // best.tile)
+    blocks = -(-rows // (best.rows * best.cluster_m)) * best.cluster_m * -(-28672 // best.tile)
     assert blocks / (-(-blocks // H200_SMS) * H200_SMS) > 0.85, best
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_tiles_of_a_large_gemm_compute_no_row_in_vain(rows: int) -> None:
+    best = many_rows_config(GemmSize(rows, 28672, 4096, True), H200_SMS)
+    computed = -(-rows // (best.rows * best.cluster_m)) * best.rows * best.cluster_m
+    assert computed <= rows * 9 / 8, best
+
+
+def test_clusters_that_share_rows_of_x_are_offered_where_each_weight_row_is_read_once() -> None:
+    assert many_rows_config(GemmSize(192, 28672, 4096, True), H200_SMS) == WgmmaConfig(112, cluster_n=2, rows=WIDE_ROWS)
+    assert many_rows_config(GemmSize(256, 28672, 4096, True), H200_SMS) == WgmmaConfig(224, cluster_m=2)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +69,10 @@ def test_tiles_of_a_large_gemm_keep_nearly_all_multiprocessors_busy(rows: int) -
         (WgmmaConfig(240, cluster_m=3), True, True),
         (WgmmaConfig(128, 2), True, False),
         (WgmmaConfig(264), False, False),
+        (WgmmaConfig(192, cluster_n=2, rows=WIDE_ROWS), True, True),
+        (WgmmaConfig(200, rows=WIDE_ROWS), False, False),  # more sums than its threads have registers for
+        (WgmmaConfig(128, rows=160), False, False),
+        (WgmmaConfig(128, 2, 2, 4), False, False),  # 16 blocks
         (WgmmaConfig(0), False, False),
     ],
 )
@@ -78,12 +94,18 @@ def test_every_weight_row_of_a_tile_is_loaded_once() -> None:
 def test_clusters_walk_over_the_tiles_that_do_not_fit_at_once() -> None:
     assert _blocks(WgmmaConfig(256, cluster_m=2), 16, 112, 66) == 132
     assert _blocks(WgmmaConfig(256, cluster_m=2), 3, 3, 33) == 2 * 6
+    assert _blocks(WgmmaConfig(224, cluster_n=2), 3, 128, 66) == 132
+    assert _blocks(WgmmaConfig(96, cluster_n=2), 3, 43, 70) == 2 * 3 * 22
     assert _blocks(WgmmaConfig(256, 4, cluster_m=2), 16, 16, 16) == 8 * 16 * 8, "those that exchange sums do not walk"
 
 
 def test_names_tell_tilings_apart() -> None:
     configs = WgmmaConfig(48), WgmmaConfig(64, 2), WgmmaConfig(256, 4, cluster_m=2), WgmmaConfig(96, cluster_m=2)
     assert [*map(str, configs)] == ["WGMMA 48", "WGMMA 64 split 2", "WGMMA 256 cluster 2 split 4", "WGMMA 96 cluster 2"]
+    assert [str(WgmmaConfig(96, cluster_n=2)), str(WgmmaConfig(96, 1, 2, 2, WIDE_ROWS))] == [
+        "WGMMA 96 cluster 1x2",
+        "WGMMA 192x96 cluster 2x2",
+    ]
 
 
 def test_prompts_longer_than_the_graphs_are_tuned_up_to_a_chunk() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, COLUMNS, MAX_TILE, ROW_BYTES, WgmmaConfig
+from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, COLUMNS, MAX_TILE, ROW_BYTES, WIDE_ROWS, WgmmaConfig
 
 SHARED_RATE = 128
 """Shared-memory bandwidth per SM, in bytes per cycle."""
@@ -14,7 +14,9 @@ L2_RATE = 40
 TILE_CYCLES, STORE_RATE = 1000, 50
 """Fixed cycles per tile; bytes of float32 sums that the epilogue processes per cycle."""
 SHARING = 2
-"""Blocks per cluster, which share weight rows and have neighbouring rows of x. Larger clusters leave SMs idle."""
+"""Blocks per cluster, which share weight rows or rows of x and have neighbouring rows of the other. Larger clusters leave SMs idle."""
+READ_AGAIN = 1.2
+"""How much longer tiles of clusters that share rows of x take if several clusters read the same weight rows. Measured on an H200."""
 SPLIT = 2
 """Blocks that split K. More leave SMs idle."""
 NARROWEST, STEP = 32, 8
@@ -34,7 +36,12 @@ class GemmSize:
 
 def many_rows_config(size: GemmSize, num_sms: int) -> WgmmaConfig:
     """The tiling without split-K to time against cuBLAS: the one with the shortest estimated time."""
-    tilings = (WgmmaConfig(tile, cluster_m=SHARING) for tile in range(NARROWEST, MAX_TILE + 1, STEP))
+    tilings = (
+        WgmmaConfig(tile, 1, *cluster, rows)
+        for cluster in ((SHARING, 1), (1, SHARING))
+        for rows in (BLOCK_ROWS, WIDE_ROWS)
+        for tile in range(NARROWEST, MAX_TILE + 1, STEP)
+    )
     return min((config for config in tilings if config.fits(size.gated)), key=lambda config: cycles(config, size, num_sms))
 
 
@@ -57,15 +64,17 @@ def split_config(size: GemmSize, clusters_at_once: Mapping[int, int]) -> WgmmaCo
 
 def cycles(config: WgmmaConfig, size: GemmSize, num_sms: int) -> float:
     """Estimated clock cycles of a GEMM."""
-    warpgroups, outputs = BLOCK_ROWS // 64, config.tile // 2 if size.gated else config.tile
+    rows, warpgroups, outputs = config.rows, config.rows // 64, config.tile // 2 if size.gated else config.tile
     columns = size.weight_rows // 2 if size.gated else size.weight_rows
-    groups = _ceil(size.rows, BLOCK_ROWS * config.cluster_m) * _ceil(columns, outputs)
+    row_groups = _ceil(size.rows, rows * config.cluster_m)
+    groups = row_groups * _ceil(columns, outputs * config.cluster_n)
     # wgmma multiplies 64 x tile x 16 in tile / 2 cycles, and reads both operands from shared memory.
     multiplied = warpgroups * config.tile * COLUMNS // 32
-    touched = ((BLOCK_ROWS + config.tile) + warpgroups * (64 + config.tile)) * ROW_BYTES / SHARED_RATE
-    loaded = (BLOCK_ROWS + config.tile / config.cluster_m) * ROW_BYTES / L2_RATE
-    tile = _ceil(size.columns, COLUMNS) * max(multiplied, touched, loaded) + TILE_CYCLES + BLOCK_ROWS * config.tile * 4 / STORE_RATE
-    return _ceil(groups, max(num_sms // config.cluster, 1)) * tile
+    touched = ((rows + config.tile) + warpgroups * (64 + config.tile)) * ROW_BYTES / SHARED_RATE
+    loaded = (rows / config.cluster_n + config.tile / config.cluster_m) * ROW_BYTES / L2_RATE
+    tile = _ceil(size.columns, COLUMNS) * max(multiplied, touched, loaded) + TILE_CYCLES + rows * config.tile * 4 / STORE_RATE
+    again = READ_AGAIN if config.cluster_n > 1 and row_groups > 1 else 1.0
+    return _ceil(groups, max(num_sms // config.cluster, 1)) * tile * again
 
 
 def _ceil(a: int, b: int) -> int:

@@ -1,6 +1,6 @@
 // out = epilogue(x @ w.T) (epilogue.py). A block computes tiles of ROWS rows of x by TILE rows of w, one after another.
 //
-// One thread issues TMA loads of boxes of 64 columns of x and of w into a ring of stages; one or two warpgroups multiply what has arrived
+// One thread issues TMA loads of boxes of 64 columns of x and of w into a ring of stages; one to three warpgroups multiply what has arrived
 // (wgmma: x is the left operand, w the right one) and run the epilogue. Weights depend on nothing, so the ring is filled with them
 // while the previous kernel still runs (programmatic dependent launch); loads of x wait for that kernel to end.
 //
@@ -9,12 +9,13 @@
 // Norms before and after the GEMM need no kernel of their own (deferred_norm.py): with SCALE, each row of sums is divided by the root mean
 // square of its row of x; with DEFER, the new residual stream is also stored times the gain of the next norm, with its sums of squares.
 //
-// Defined before this text: ROWS (64 or 128), TILE, SPLIT, SHARERS = SPLIT, CLUSTER_M, LOADERS (threads), LOAD_REGISTERS, MOST_STAGES,
-// BFLOAT16, BIAS, EARLY, WRITE, ARGMAX, STORE, SCALE, DEFER; multiply(), the one instruction whose operands depend on TILE; wgmma_parts.cu
-// and wgmma_output.cu.
+// Defined before this text: ROWS (64, 128 or 192), TILE, SPLIT, SHARERS = SPLIT, CLUSTER_M, CLUSTER_N, LOADERS (threads), LOAD_REGISTERS,
+// MOST_STAGES, BFLOAT16, BIAS, EARLY, WRITE, ARGMAX, STORE, SCALE, DEFER; multiply(), the one instruction whose operands depend on TILE;
+// wgmma_parts.cu and wgmma_output.cu.
 
 constexpr int W_BYTES = TILE * ROW_BYTES;
-// Each of the CLUSTER_M blocks loads a slice of w. With GATED the slice is of the gates or of the ups if CLUSTER_M is even, otherwise of both.
+// Each of the CLUSTER_M blocks loads a slice of w, and each of the CLUSTER_N blocks one of x. With GATED the slice of w is of the gates or of the
+// ups if CLUSTER_M is even, otherwise of both.
 constexpr int W_BOXES = CLUSTER_M % HALVES == 0 ? 1 : HALVES;
 constexpr int W_SLICE = TILE / CLUSTER_M / W_BOXES;
 
@@ -46,7 +47,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         publish_barriers();
         if constexpr (SPLIT > 1) expect_sums<GROUPS, OWN_GROUPS>(arrived, place);
     }
-    if constexpr (CLUSTER_M > 1) cluster_sync<false>();
+    if constexpr (SET > 1) cluster_sync<false>();
     else __syncthreads();
 
     if (warp >= MULTIPLIERS / 32) {
@@ -55,14 +56,16 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             // Weights are evicted from L2 first, except if other clusters read them too, or if float32 results fill L2 as fast as weights leave it.
             const bool once = walk.m_groups == 1;
             const u64 w_policy = once && WRITE != FLOAT ? EVICT_FIRST : EVICT_NORMAL, x_policy = once ? EVICT_LAST : EVICT_NORMAL;
-            const u16 w_mask = place.w_mask();
+            const u16 w_mask = place.w_mask(), x_mask = place.x_mask();
+            const int x_slice = place.n * (x_rows / CLUSTER_N);
             auto load_x = [&](int s) {
-                const int row = first_of(walk.m_tile(place) * ROWS, x_rows, rows);
-                load_box<false>(ring.here(), &x_map, ring.full_here(), (k_first + s) * COLUMNS, row, x_policy, 0);
+                const int row = first_of(walk.m_tile(place) * ROWS, x_rows, rows) + x_slice;
+                load_box<(CLUSTER_N > 1)>(ring.here() + x_slice * ROW_BYTES, &x_map, ring.full_here(), (k_first + s) * COLUMNS, row, x_policy,
+                                          x_mask);
             };
             auto load_w = [&](int s) {
                 barrier_expect(ring.full_here(), x_bytes + W_BYTES);
-                const int first = first_of(walk.n_tile() * OUTPUTS, OUTPUTS, columns);
+                const int first = first_of(walk.n_tile(place) * OUTPUTS, OUTPUTS, columns);
 #pragma unroll
                 for (int box = 0; box < W_BOXES; box++) {
                     const int row = box * OUTPUTS + place.m * W_SLICE;  // of the tile: gates, then ups
@@ -84,7 +87,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 }
             }
             // The block must not exit before the other blocks' warps have arrived at its `empty` barriers for the last time.
-            if constexpr (CLUSTER_M > 1) {
+            if constexpr (SET > 1) {
                 for (int s = 0; s < stages; s++, ring.next()) ring.wait_empty();
             }
         }
@@ -94,19 +97,19 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 
     take_registers<MULTIPLY_REGISTERS>();
     const int group = warp / 4, row_in_tile = group * 64 + warp % 4 * 16 + lane / 4;
-    const u32 peer_empty = CLUSTER_M > 1 ? address_in(ring.empty, place.rank(min(lane, CLUSTER_M - 1), place.part)) : ring.empty;
+    const u32 peer_empty = SET > 1 ? address_in(ring.empty, place.part * SET + min(lane, SET - 1)) : ring.empty;
     auto release = [&](int stage) {
-        if constexpr (CLUSTER_M == 1) {
+        if constexpr (SET == 1) {
             if (lane == 0) barrier_arrive(peer_empty + stage * 8);
         } else {
-            if (lane < CLUSTER_M) barrier_arrive_in_cluster(peer_empty + stage * 8);
+            if (lane < SET) barrier_arrive_in_cluster(peer_empty + stage * 8);
         }
     };
     Output output = {out, bias, norms, rows, columns, first_of(walk.m_tile(place) * ROWS, x_rows, rows) + row_in_tile};
     wait_for_previous();
     if constexpr (SCALE) output.find_scale(width);
     for (; walk.inside(); walk.next()) {
-        const int n_tile = walk.n_tile();
+        const int n_tile = walk.n_tile(place);
         output.least_row = walk.m_tile(place) * ROWS, output.least_column = n_tile * OUTPUTS;
         const int row = first_of(output.least_row, x_rows, rows) + row_in_tile;
         const bool other_rows = row != output.row;
@@ -132,6 +135,6 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         for (int i = 0; i < TILE / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
         if (steps > 0) release(before);
         if constexpr (SPLIT > 1) exchange<GROUPS, OWN_GROUPS>(sums, place, data, arrived);
-        output.store(sums, partial, n_tile, n_tiles, place.part);
+        if (CLUSTER_N == 1 || n_tile < n_tiles) output.store(sums, partial, n_tile, n_tiles, place.part);
     }
 }

@@ -19,12 +19,14 @@ from runtime.layers.kernels.cuda_program import program
 
 PARTS = Path(__file__).with_name("wgmma_parts.cu")
 """The part common to all WGMMA GEMMs."""
-BLOCK_ROWS = 128
-"""Rows of x per block; 64 if there are at most 64."""
+BLOCK_ROWS, WIDE_ROWS = 128, 192
+"""Rows of x per block, the second for tiles of at most `WIDE_TILE` weight rows; 64 if there are at most 64."""
 COLUMNS = 64
 """Columns of x and of the weight in a TMA box: rows of 128 bytes."""
 MAX_TILE = 256
 """Maximum width of the right operand of wgmma."""
+WIDE_TILE = 192
+"""Maximum weight rows per block of `WIDE_ROWS` rows of x, whose threads have fewer registers."""
 SHARED_BYTES = 225 << 10
 """Bytes of shared memory for the rings, of the 227 KiB that a block may have on Hopper."""
 MOST_STAGES = 12
@@ -48,16 +50,24 @@ class WgmmaConfig:
         tile: weight rows per block, at most 256; a multiple of 8 * split, and of 16 for gate and up rows.
         split: blocks of a cluster that split the columns of one tile (split-K).
         cluster_m: blocks of a cluster with neighbouring rows of x and the same weight rows; each loads a part of the weight rows.
+        cluster_n: blocks of a cluster with neighbouring weight rows and the same rows of x; each loads a part of the rows of x.
+        rows: rows of x per block, `BLOCK_ROWS` or `WIDE_ROWS`.
     """
 
     tile: int
     split: int = 1
     cluster_m: int = 1
+    cluster_n: int = 1
+    rows: int = BLOCK_ROWS
 
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
-        return self.cluster_m * self.split
+        return self.cluster_m * self.cluster_n * self.split
+
+    def block_rows(self, rows: int) -> int:
+        """Rows of x per block of a GEMM of this many rows."""
+        return 64 if rows <= 64 else self.rows
 
     def parts(self, weight_rows: int) -> int:
         """Columns of `DeferredNorm.squares` that a GEMM with this many weight rows writes."""
@@ -67,7 +77,8 @@ class WgmmaConfig:
         """Whether the kernel supports this tiling; `gated`: for gate and up rows."""
         boxes = 2 if gated and self.cluster_m % 2 else 1  # weight boxes that a block loads
         return (
-            0 < self.tile <= MAX_TILE
+            0 < self.tile <= (MAX_TILE if self.rows == BLOCK_ROWS else WIDE_TILE)
+            and self.rows in (BLOCK_ROWS, WIDE_ROWS)
             and self.cluster <= MOST_BLOCKS
             and self.tile % (8 * self.split) == 0
             and self.tile % (8 * self.cluster_m * boxes) == 0
@@ -76,8 +87,10 @@ class WgmmaConfig:
         )
 
     def __str__(self) -> str:
-        shared = f" cluster {self.cluster_m}" if self.cluster_m > 1 else ""
-        return f"WGMMA {self.tile}{shared}{f' split {self.split}' if self.split > 1 else ''}"
+        size = f"{self.tile}" if self.rows == BLOCK_ROWS else f"{self.rows}x{self.tile}"
+        across = f"x{self.cluster_n}" if self.cluster_n > 1 else ""
+        shared = f" cluster {self.cluster_m}{across}" if self.cluster_m * self.cluster_n > 1 else ""
+        return f"WGMMA {size}{shared}{f' split {self.split}' if self.split > 1 else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +154,14 @@ def wgmma_gemm(
     (M, K), N = x.shape, weight.shape[0]
     epilogue.check_gemm(x, weight, out, config.parts(N))
     assert out is None or out.dtype is torch.float32 or out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
-    columns, rows = epilogue.columns(N), 64 if M <= 64 else BLOCK_ROWS
-    loaded = min(rows, -(-M // 8) * 8)  # at most seven rows beyond the last, which TMA is slow to fill with zeros
+    columns, rows, step = epilogue.columns(N), config.block_rows(M), 8 * config.cluster_n
+    loaded = min(rows, -(-M // step) * step)  # few rows beyond the last, which TMA is slow to fill with zeros
     kernel = _kernel(config, _Variant.of(rows, epilogue, out, weight.dtype, pdl))
     boxes = _boxes(config, rows, loaded, epilogue.gated)
     kernel(
         _blocks(config, -(-M // rows), -(-columns // boxes.outputs), kernel.clusters_at_once),
         (
-            cuda_driver.tensor_map(x.data_ptr(), (K, M), x.dtype, (COLUMNS, loaded)),
+            cuda_driver.tensor_map(x.data_ptr(), (K, M), x.dtype, (COLUMNS, loaded // config.cluster_n)),
             cuda_driver.tensor_map(weight.data_ptr(), (K, N), weight.dtype, (COLUMNS, boxes.w_rows)),
             out, epilogue.argmax, epilogue.bias, norms_argument(epilogue.scale, epilogue.deferred), M, columns, K, loaded, boxes.stages,
         ),
@@ -196,7 +209,7 @@ def _boxes(config: WgmmaConfig, rows: int, loaded: int, gated: bool) -> _Boxes:
 
 def _blocks(config: WgmmaConfig, m_tiles: int, n_tiles: int, clusters_at_once: int) -> int:
     """Blocks of a launch: with split-K a cluster computes one group of tiles, otherwise several, one after another."""
-    groups = -(-m_tiles // config.cluster_m) * n_tiles
+    groups = -(-m_tiles // config.cluster_m) * -(-n_tiles // config.cluster_n)
     return (groups if config.split > 1 else min(groups, clusters_at_once)) * config.cluster
 
 
@@ -222,7 +235,7 @@ def source(config: WgmmaConfig, variant: _Variant) -> str:
     assert config.split == 1 or (v.write in ("NARROW", "ADD") and not v.argmax), "split-K supports NARROW and ADD only"
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
-        ROWS=v.rows, TILE=config.tile, SPLIT=config.split, SHARERS=config.split, CLUSTER_M=config.cluster_m,
+        ROWS=v.rows, TILE=config.tile, SPLIT=config.split, SHARERS=config.split, CLUSTER_M=config.cluster_m, CLUSTER_N=config.cluster_n,
         LOADERS=_loaders(config, v), LOAD_REGISTERS=LOAD_REGISTERS, MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16),
         WRITE=v.write, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), ARGMAX=int(v.argmax),
         STORE=int(v.store),

@@ -1,7 +1,8 @@
 // Parts of the WGMMA GEMM besides `primitives.cu`: clusters of blocks, TMA loads, and the ring of stages.
 //
-// A cluster has SPLIT sets of CLUSTER_M blocks; the sets split K. The blocks of a set compute neighbouring tiles of rows of x by the same rows of w:
-// each loads a slice of w and multicasts it to the whole set, so that an SM reads less from L2.
+// A cluster has SPLIT sets of CLUSTER_M by CLUSTER_N blocks; the sets split K. Blocks of a set with the same rows of w compute neighbouring tiles of
+// rows of x: each loads a slice of w and multicasts it to the others, so that an SM reads less from L2. Likewise, those with the same rows of x
+// compute neighbouring tiles of rows of w, and share x.
 //
 // Sources: PTX ISA, "wgmma", "cp.async.bulk.tensor", "mbarrier", "setmaxnreg".
 
@@ -12,7 +13,7 @@ constexpr int MULTIPLIERS = ROWS / 64 * 128;  // threads
 // keep the compiler's limit.
 constexpr int WARPGROUPS = ROWS / 64 + 1, ENTRY_REGISTERS = 512 / WARPGROUPS / 8 * 8;
 constexpr int MULTIPLY_REGISTERS = (ENTRY_REGISTERS * WARPGROUPS - LOAD_REGISTERS) / (WARPGROUPS - 1) / 8 * 8;
-constexpr int CLUSTER = CLUSTER_M * SPLIT;
+constexpr int SET = CLUSTER_M * CLUSTER_N, CLUSTER = SET * SPLIT;
 // L2 policies.
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
 
@@ -58,15 +59,21 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 barri
 
 // A block's place in its cluster.
 struct Place {
-    int m, part;
+    int m, n, part;
 
     __device__ __forceinline__ Place() {
         const int rank = blockIdx.x % CLUSTER;
-        m = rank % CLUSTER_M, part = rank / CLUSTER_M;
+        m = rank % CLUSTER_M, n = rank / CLUSTER_M % CLUSTER_N, part = rank / SET;
     }
-    __device__ __forceinline__ int rank(int m, int part) const { return part * CLUSTER_M + m; }
-    // The blocks with the same rows of w.
-    __device__ __forceinline__ u16 w_mask() const { return ((1 << CLUSTER_M) - 1) << rank(0, part); }
+    __device__ __forceinline__ int rank(int m, int n, int part) const { return (part * CLUSTER_N + n) * CLUSTER_M + m; }
+    // The blocks with the same rows of w, and those with the same rows of x.
+    __device__ __forceinline__ u16 w_mask() const { return ((1 << CLUSTER_M) - 1) << rank(0, n, part); }
+    __device__ __forceinline__ u16 x_mask() const {
+        u16 mask = 0;
+#pragma unroll
+        for (int i = 0; i < CLUSTER_N; i++) mask |= 1 << rank(m, i, part);
+        return mask;
+    }
 };
 
 // The tiles of a block. Clusters take groups of neighbouring tiles round robin. Groups with the same rows of w follow each other, so that
@@ -76,18 +83,18 @@ struct Walk {
 
     __device__ __forceinline__ Walk(int m_tiles, int n_tiles) {
         m_groups = (m_tiles + CLUSTER_M - 1) / CLUSTER_M;
-        groups = m_groups * n_tiles;
+        groups = m_groups * ((n_tiles + CLUSTER_N - 1) / CLUSTER_N);
         group = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
     }
     __device__ __forceinline__ bool inside() const { return group < groups; }
     __device__ __forceinline__ void next() { group += step; }
-    // May be past the last tile: the block computes such a tile, because it loads slices for the other blocks, but does not store it.
+    // Either may be past the last tile: the block computes such a tile, because it loads slices for the other blocks, but does not store it.
     __device__ __forceinline__ int m_tile(const Place& place) const { return group % m_groups * CLUSTER_M + place.m; }
-    __device__ __forceinline__ int n_tile() const { return group / m_groups; }
+    __device__ __forceinline__ int n_tile(const Place& place) const { return group / m_groups * CLUSTER_N + place.n; }
 };
 
 // Stages in shared memory, used round robin. A stage is full when all its bytes have arrived, including slices that other blocks multicast. It is
-// empty when the multiplying warps of all CLUSTER_M blocks have read it, because this block's multicast overwrites the stage in each of them.
+// empty when the multiplying warps of all blocks of the set have read it, because this block's multicast overwrites the stage in them.
 struct Ring {
     u32 data, full, empty, stage_bytes;
     int stages, stage = 0;
@@ -96,7 +103,7 @@ struct Ring {
     __device__ __forceinline__ Ring(u32 data, u32 barriers, u32 stage_bytes, int stages)
         : data(data), full(barriers), empty(barriers + stages * 8), stage_bytes(stage_bytes), stages(stages) {}
     __device__ __forceinline__ void init() const {
-        for (int s = 0; s < stages; s++) barrier_init(full + s * 8, 1), barrier_init(empty + s * 8, MULTIPLIERS / 32 * CLUSTER_M);
+        for (int s = 0; s < stages; s++) barrier_init(full + s * 8, 1), barrier_init(empty + s * 8, MULTIPLIERS / 32 * SET);
     }
     __device__ __forceinline__ u32 here() const { return data + stage * stage_bytes; }
     __device__ __forceinline__ u32 full_here() const { return full + stage * 8; }
@@ -129,7 +136,7 @@ __device__ __forceinline__ void exchange(float* sums, const Place& place, u32 da
             if (to * OWN + i >= GROUPS) continue;
             const float* v = sums + (to * OWN + i) * 4;
             const u32 at = data + ((place.part * OWN + i) * MULTIPLIERS + threadIdx.x) * 16;
-            send(place.rank(place.m, to), at, arrived, make_float4(v[0], v[1], v[2], v[3]));
+            send(place.rank(place.m, place.n, to), at, arrived, make_float4(v[0], v[1], v[2], v[3]));
         }
     }
     // Each block waits here for the sums of all blocks, so none exits while another still writes to its shared memory.

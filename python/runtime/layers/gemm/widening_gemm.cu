@@ -10,7 +10,7 @@
 // SPLIT blocks of a cluster split K. Each gets the sums of its own rows of x from all of them, and adds these in order.
 //
 // Defined before this text: TOKENS (rows of x of a block, a multiple of 8 up to 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the
-// instruction whose operands depend on TOKENS. ROWS = 128, CLUSTER_M = 1, LOADERS (threads) and LOAD_REGISTERS for wgmma_parts.cu.
+// instruction whose operands depend on TOKENS. ROWS = 128, CLUSTER_M = CLUSTER_N = 1, LOADERS (threads) and LOAD_REGISTERS for wgmma_parts.cu.
 // TILE = 32 or with a gate 64 (columns of sums that a warp finishes together), SHARERS = 1, BFLOAT16 = 1, BIAS, WRITE, STORE = 1, ARGMAX = 0,
 // SCALE and DEFER for wgmma_output.cu.
 

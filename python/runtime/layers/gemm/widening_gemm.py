@@ -181,7 +181,7 @@ def source(config: WideningConfig, variant: WideningVariant) -> str:
     v = variant
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
-        TOKENS=v.tokens, SPLIT=config.split, STAGES=v.stages, EARLY=int(v.pdl), ROWS=ROWS, CLUSTER_M=1, LOADERS=v.loaders,
+        TOKENS=v.tokens, SPLIT=config.split, STAGES=v.stages, EARLY=int(v.pdl), ROWS=ROWS, CLUSTER_M=1, CLUSTER_N=1, LOADERS=v.loaders,
         LOAD_REGISTERS=LOAD_REGISTERS, TILE=64 if v.gated else 32, SHARERS=1, BFLOAT16=1, BIAS=int(v.bias), WRITE=v.write, STORE=1,
         ARGMAX=0, SCALE=int(v.scale), DEFER=int(v.deferred),
     )  # fmt: skip

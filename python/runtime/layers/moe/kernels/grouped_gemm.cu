@@ -16,7 +16,7 @@
 // the two halves of a tile one after another, because a thread only has registers for one half and its sums. The first GEMM stores e4m3
 // with a scale for each row and tile, which is 128 columns of the second.
 //
-// Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, STAGES, STORED, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY,
+// Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, CLUSTER_N = 1, STAGES, STORED, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY,
 // LOADERS, LOAD_REGISTERS; multiply(); gemm/wgmma_parts.cu; grouped_parts.cu.
 
 constexpr int SILU = 0, CLAMPED_SWIGLU = 1, GELU_TANH = 2;

@@ -183,7 +183,7 @@ def source(variant: _Variant) -> str:
     assert v.tile % 32 == 0, f"expected a multiple of 32 weight rows; got {v.tile}"
     assert not v.fp8 or (v.rows, v.tile) == FP8_TILE, f"expected a tile of {FP8_TILE} with e4m3; got {v.rows, v.tile}"
     constants = dict(
-        ROWS=v.rows, TILE=v.tile, SPLIT=1, CLUSTER_M=v.cluster, LOADERS=LOADERS,
+        ROWS=v.rows, TILE=v.tile, SPLIT=1, CLUSTER_M=v.cluster, CLUSTER_N=1, LOADERS=LOADERS,
         LOAD_REGISTERS=GATHER_REGISTERS if v.gated else LOAD_REGISTERS,
         STAGES=v.stages, STORED=v.stored, ELEMENT=1 if v.fp8 else 2, GATED=int(v.gated), ACT=v.act,
         BFLOAT16=int(v.dtype is torch.bfloat16), BIAS=int(v.bias), EARLY=int(v.early),

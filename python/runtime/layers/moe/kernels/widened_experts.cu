@@ -13,8 +13,8 @@
 // GATED: rows of x, which `widened_rows.cu` has prepared in float16, are the pairs' tokens, and act(gate) * up is stored in the order of x in the
 // second GEMM. The second GEMM stores sums times the weights of their pairs, each at the index of its pair, in bfloat16.
 //
-// Defined before this text: FEWER (of a tile that has no more pairs than these), BIAS, ACT, EARLY and the rest of `fragments.cu`; CLUSTER_M 1,
-// SPLIT 1, X_STRIP (rows of a box of x), LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored); multiply() of both numbers of pairs;
+// Defined before this text: FEWER (of a tile that has no more pairs than these), BIAS, ACT, EARLY and the rest of `fragments.cu`; 1 as CLUSTER_M,
+// CLUSTER_N and SPLIT; X_STRIP (rows of a box of x), LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored); multiply() of both numbers of pairs;
 // widened_tiles.cu; the file of the format.
 
 constexpr int PITCH = 48, STAGED = 32, STAGING_BYTES = STAGED * PITCH;  // bytes from pair to pair of a warp's results; pairs staged at once

@@ -216,6 +216,12 @@ def test_final_usage_is_not_the_last_chunks_token_count() -> None:
     assert metrics.spread_itl(record) == [1.0, 1.0]
 
 
+def test_tokens_without_text_may_come_with_the_end() -> None:
+    record = read("sglang-oai", [(2.0, choice("", "length")), (3.0, {"choices": [], "usage": {"completion_tokens": 2}})])
+    assert not record.error
+    assert (record.output_len, record.ttft, record.latency) == (2, 2.0, 2.0)
+
+
 def test_native_text_may_be_cumulative_or_not() -> None:
     def chunk(text: str, tokens: int) -> dict[str, Any]:
         return {"text": text, "meta_info": {"completion_tokens": tokens, "cached_tokens": 2, "finish_reason": None}}

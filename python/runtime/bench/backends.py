@@ -114,13 +114,14 @@ class Answer:
         self._texts: list[str] = []
         self._seen_text = ""
         self._counted = 0  # tokens that the chunks so far reported
-        self._ended = False
+        self._ended_at: float | None = None
         self.total: int | None = None  # tokens of the whole answer, counted by the server
 
     def event(self, data: bytes, at: float) -> None:
         """Read one server-sent event."""
-        self._ended = self._ended or data == b"[DONE]"
-        if data and data != b"[DONE]":
+        if data == b"[DONE]":
+            self._end(at)
+        elif data:
             self.message(orjson.loads(data), at)
 
     def message(self, data: Json, at: float) -> None:
@@ -133,15 +134,17 @@ class Answer:
     def close(self, output_len: int) -> None:
         """Fill in the record at the end of the answer.
 
-        An answer without tokens is a failure if tokens were requested.
+        An answer without tokens is a failure if tokens were requested. Tokens without text, such as special ones, may come with the end.
         """
         record = self._record
         record.text = self._seen_text or "".join(self._texts)
         chunks = record.chunks
+        if not chunks and self.total and self._ended_at is not None:
+            self._add("", self.total, self._ended_at)
         if not chunks:
             record.error = record.error or ("" if output_len == 0 else "the answer ended without a token")
             return
-        if not self._ended:
+        if self._ended_at is None:
             record.error = "the stream ended before the answer"
         record.ttft = chunks[0].at - record.start
         record.latency = chunks[-1].at - record.start
@@ -164,7 +167,7 @@ class Answer:
             self._add(delta, new, at)
         self.total = total or self.total
         self._meta(meta)
-        self._finish(meta.get("finish_reason"))
+        self._finish(meta.get("finish_reason"), at)
 
     def _meta(self, meta: Json) -> None:
         record = self._record
@@ -187,7 +190,7 @@ class Answer:
                 self._add(text, tokens, at)
             else:
                 self._texts.append(text)
-            self._finish(choice.get("finish_reason"))
+            self._finish(choice.get("finish_reason"), at)
         if usage:
             self.total = usage.get("completion_tokens") or self.total
             self._record.prompt_len = usage.get("prompt_tokens") or self._record.prompt_len
@@ -203,8 +206,12 @@ class Answer:
             return usage["completion_tokens"] - self._counted
         return None
 
-    def _finish(self, reason: Any) -> None:
-        self._ended = self._ended or reason is not None
+    def _end(self, at: float) -> None:
+        self._ended_at = self._ended_at or at
+
+    def _finish(self, reason: Any, at: float) -> None:
+        if reason is not None:
+            self._end(at)
         kind = reason.get("type") if isinstance(reason, dict) else reason
         if kind == "abort":
             why = reason.get("message") if isinstance(reason, dict) else None

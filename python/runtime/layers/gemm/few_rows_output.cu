@@ -14,7 +14,7 @@ constexpr int SQUARES = SCALE ? 4 : 0;                                          
 
 // The epilogue state of a thread. `M`: tokens; `columns`: of `out`, of which the block computes `own` from `first` on.
 struct Output {
-    float squares[OWN][SQUARES + 1], before[EACH];
+    float squares[OWN][SQUARES + 1], before[EACH], gains[EACH];
 
     // Loads what does not depend on the sums.
     __device__ __forceinline__ void load(const Norms& norms, const void* out, int M, int columns, int first, int own = OUTPUTS) {
@@ -28,8 +28,10 @@ struct Output {
             }
         #pragma unroll
         for (int k = 0; k < EACH; k++) {
-            const int i = k * THREADS + threadIdx.x, token = i / OUTPUTS;
-            before[k] = WRITE == 2 && token < M && i % OUTPUTS < own ? ((const float*)out)[(long)token * columns + first + i % OUTPUTS] : 0.0f;
+            const int i = k * THREADS + threadIdx.x, token = i / OUTPUTS, column = first + i % OUTPUTS;
+            const bool in = token < M && i % OUTPUTS < own;
+            before[k] = WRITE == 2 && in ? ((const float*)out)[(long)token * columns + column] : 0.0f;
+            gains[k] = DEFER && in && first < norms.next_columns ? of_bf16(norms.gain[column]) : 0.0f;
         }
     }
 
@@ -86,7 +88,7 @@ struct Output {
             if (in && WRITE != 0) ((float*)out)[place] = sum;
             if (DEFER && first < norms.next_columns) {  // all columns of a block are normed, or none
                 float square = sum * sum;
-                if (in) norms.scaled[(long)token * norms.next_columns + column] = to_bf16(sum * of_bf16(norms.gain[column]));
+                if (in) norms.scaled[(long)token * norms.next_columns + column] = to_bf16(sum * gains[k]);
                 square = sum_of_lanes<OUTPUTS>(square);
                 if (in && o == 0) norms.next_squares[(long)token * norms.next_parts + blockIdx.x] = square;
             }

@@ -185,8 +185,13 @@ def _triton_gemm_kernel(
 
     m = tl.arange(0, BLOCK_M)
     m_in = m < M
-    # Loaded before the loop although needed after it, so that the load overlaps the loop.
+    column = first + tl.arange(0, OUTPUTS)
+    out_at = m[:, None] * N + column[None, :]
+    out_mask = m_in[:, None] if EVEN_N else m_in[:, None] & (column < N)[None, :]
+    # Loaded before the loop although needed after it, so that the loads overlap the loop.
     sums = load_squares(row_squares_ptr, m, M, parts, PARTS, PARTS_PER_LOOP) if SCALE else None
+    before = tl.load(out_ptr + out_at, mask=out_mask, other=0.0).to(tl.float32) if ADD else None
+    gain = tl.load(gain_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :] if DEFER else None
     x_rows = x_ptr + m * K
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     if FORMAT != 0:
@@ -229,7 +234,6 @@ def _triton_gemm_kernel(
         # gelu in its tanh form is gate * sigmoid(sqrt(8 / pi) * (gate + 0.044715 gate ** 3))
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
         acc = gate / (1.0 + tl.exp(-slope)) * up
-    column = first + tl.arange(0, OUTPUTS)
     if ARGMAX:
         if not EVEN_N:  # columns beyond the last are not stored
             acc = tl.where((column < N)[None, :], acc, float("-inf"))
@@ -238,13 +242,10 @@ def _triton_gemm_kernel(
         tl.store(partial_at, key, mask=m_in)
         tl.store(partial_at + M * tl.num_programs(0), at, mask=m_in)
     if STORE:
-        out_at = out_ptr + m[:, None] * N + column[None, :]
-        out_mask = m_in[:, None] if EVEN_N else m_in[:, None] & (column < N)[None, :]
         if ADD:
-            acc += tl.load(out_at, mask=out_mask, other=0.0).to(tl.float32)
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+            acc += before
+        tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
         if DEFER:
-            gain = tl.load(gain_ptr + column, mask=column < N, other=0.0).to(tl.float32)
-            tl.store(scaled_ptr + m[:, None] * N + column[None, :], (acc * gain[None, :]).to(scaled_ptr.dtype.element_ty), mask=out_mask)
+            tl.store(scaled_ptr + out_at, (acc * gain).to(scaled_ptr.dtype.element_ty), mask=out_mask)
             inside = acc if EVEN_N else tl.where((column < N)[None, :], acc, 0.0)
             tl.store(squares_ptr + m * tl.num_programs(0) + tl.program_id(0), sum_rows(inside * inside), mask=m_in)

@@ -115,6 +115,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         const bool other_rows = row != output.row;
         output.row = row;
         output.column = first_of(output.least_column, OUTPUTS, columns) + place.part * OWN_GROUPS * 8 + lane % 4 * 2;
+        const Before before_sums = output.before();
         float sums[TILE / 2];
 #pragma unroll
         for (int i = 0; i < TILE / 2; i++) sums[i] = 0.0f;
@@ -135,6 +136,6 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         for (int i = 0; i < TILE / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
         if (steps > 0) release(before);
         if constexpr (SPLIT > 1) exchange<GROUPS, OWN_GROUPS>(sums, place, data, arrived);
-        if (CLUSTER_N == 1 || n_tile < n_tiles) output.store(sums, partial, n_tile, n_tiles, place.part);
+        if (CLUSTER_N == 1 || n_tile < n_tiles) output.store(sums, partial, n_tile, n_tiles, place.part, before_sums);
     }
 }

@@ -11,6 +11,9 @@ constexpr int GROUPS = OUTPUTS / 8;
 constexpr int OWN_GROUPS = GROUPS / SHARERS;  // groups that a block stores
 constexpr int BATCH = ROWS > 128 ? 4 : 8;  // groups that are stored together, after the loads of all of them
 constexpr int NO_COLUMN = 0x7FFFFFFF;
+// With ADD, whether a thread has registers for what it adds and multiplies its results by while it multiplies: besides TILE / 2 sums, four old
+// values and two gains of each group.
+constexpr bool PRELOADS = WRITE == ADD && TILE / 2 + 5 * OWN_GROUPS <= (ROWS == 64 ? 160 : ROWS == 128 ? 120 : 0);
 
 // x * sigmoid(x), or for gelu in its tanh form x * sigmoid(sqrt(8 / pi) * (x + 0.044715 x ** 3)).
 __device__ __forceinline__ float activate(float x) {
@@ -61,6 +64,12 @@ struct Norms {
     int next_columns, next_parts;  // all columns of the output here
 };
 
+// What a thread loads before its sums are complete if it PRELOADS: the old values of `out`, by group and half, and the gains of the next norm.
+struct Before {
+    float2 old[PRELOADS ? 2 * OWN_GROUPS : 1];
+    u32 gains[PRELOADS && DEFER ? OWN_GROUPS : 1];
+};
+
 // Where a thread's results go. `column` is the thread's first column; the block stores rows from `least_row` and columns from `least_column` on.
 struct Output {
     void* out;
@@ -74,6 +83,23 @@ struct Output {
     __device__ __forceinline__ bool has_column(int group) const { return column + group * 8 >= least_column && column + group * 8 < columns; }
     __device__ __forceinline__ bool inside(int half, int group) const { return has_row(half) && has_column(group); }
     __device__ __forceinline__ long at(int half, int group) const { return (long)(row + half * 8) * columns + column + group * 8; }
+
+    __device__ __forceinline__ float2 old_of(int half, int group) const {
+        return inside(half, group) ? *(const float2*)((const float*)out + at(half, group)) : make_float2(0.0f, 0.0f);
+    }
+    __device__ __forceinline__ u32 gains_of(int group) const {
+        return column + group * 8 < columns ? *(const u32*)(norms.gain + column + group * 8) : 0;
+    }
+    __device__ __forceinline__ Before before() const {
+        Before loaded;
+        if constexpr (PRELOADS) {
+#pragma unroll
+            for (int i = 0; i < 2 * OWN_GROUPS; i++) loaded.old[i] = old_of(i % 2, i / 2);
+#pragma unroll
+            for (int group = 0; DEFER && group < OWN_GROUPS; group++) loaded.gains[group] = gains_of(group);
+        }
+        return loaded;
+    }
 
     // Compute `scale` of both rows from the sums of squares: 1 / root mean square.
     __device__ __forceinline__ void find_scale(int width) {
@@ -137,7 +163,7 @@ struct Output {
         }
     }
     // Store a batch in 16 bits; with DEFER it is multiplied by the gain.
-    __device__ __forceinline__ void store_narrow(u16* to, const float* sums, int batch) const {
+    __device__ __forceinline__ void store_narrow(u16* to, const float* sums, int batch, const Before& before) const {
 #pragma unroll
         for (int first = batch; first < batch + BATCH && first < OWN_GROUPS; first += 4) {
             u32 pairs[2][4];
@@ -146,8 +172,8 @@ struct Output {
                 if (first + i >= OWN_GROUPS) continue;
                 const float* v = sums + (first + i) * 4;
                 float a = 1.0f, b = 1.0f;
-                if (DEFER && column + (first + i) * 8 < columns) {
-                    const u32 two = *(const u32*)(norms.gain + column + (first + i) * 8);
+                if constexpr (DEFER) {
+                    const u32 two = PRELOADS ? before.gains[first + i] : gains_of(first + i);
                     a = widen(two & 0xFFFF), b = widen(two >> 16);
                 }
                 pairs[0][i] = narrow(v[0] * a, v[1] * b), pairs[1][i] = narrow(v[2] * a, v[3] * b);
@@ -156,12 +182,12 @@ struct Output {
         }
     }
     // Store a batch in float32. With ADD, the old values of `out` are added first, and `sums` are updated to the new ones.
-    __device__ __forceinline__ void store_floats(float* sums, int first) {
+    __device__ __forceinline__ void store_floats(float* sums, int first, const Before& before) {
         float2 old[BATCH * 2];
 #pragma unroll
         for (int i = 0; i < BATCH * 2; i++) {
             const int group = first + i / 2;
-            if (WRITE == ADD && group < OWN_GROUPS && inside(i % 2, group)) old[i] = *(const float2*)((const float*)out + at(i % 2, group));
+            if (WRITE == ADD && group < OWN_GROUPS) old[i] = PRELOADS ? before.old[2 * first + i] : old_of(i % 2, group);
         }
 #pragma unroll
         for (int i = 0; i < BATCH * 2; i++) {
@@ -208,13 +234,13 @@ struct Output {
         }
     }
     // The whole epilogue of column tile `tile` of `tiles`; this block stores part `part` of the tile.
-    __device__ __forceinline__ void store(float* sums, int* partial, int tile, int tiles, int part) {
+    __device__ __forceinline__ void store(float* sums, int* partial, int tile, int tiles, int part, const Before& before) {
 #pragma unroll
         for (int first = 0; first < OWN_GROUPS; first += BATCH) {
             finish(sums, first);
-            if constexpr (WRITE == ADD || (WRITE == FLOAT && STORE)) store_floats(sums, first);
-            if constexpr (WRITE == NARROW || GATED) store_narrow((u16*)out, sums, first);
-            if constexpr (DEFER) store_narrow(norms.scaled, sums, first);
+            if constexpr (WRITE == ADD || (WRITE == FLOAT && STORE)) store_floats(sums, first, before);
+            if constexpr (WRITE == NARROW || GATED) store_narrow((u16*)out, sums, first, before);
+            if constexpr (DEFER) store_narrow(norms.scaled, sums, first, before);
             if constexpr (ARGMAX) find_largest(sums, first);
             asm volatile("" ::: "memory");  // otherwise the compiler hoists the loads of all batches, and spills registers
         }

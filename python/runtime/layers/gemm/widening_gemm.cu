@@ -143,6 +143,14 @@ widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
         if (t == 0) factors[warp * 16 + g] = output.scale[0], factors[warp * 16 + g + 8] = output.scale[1];
     }
 
+    // An item of this warp: 16 rows of x by one piece of the block's outputs. What its results need besides the sums is loaded ahead.
+    const auto take = [&](int item) {
+        output.row = own_first + item / PIECES * 16 + g;
+        output.column = n_tile * BLOCK_OUTPUTS + item % PIECES * OUTPUTS + 2 * t;
+        return output.before();
+    };
+    Before before = take(warp);
+
     for (int s = 0; s < steps; s++) {
         const int stage = ring.stage;
         const u32 w_here = ring.here() + offset;
@@ -192,9 +200,8 @@ widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
             const u32 from = staged + ((token + i % 2 * 8) * PITCH + column) * 4;
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[2 * i]), "=f"(v[2 * i + 1]) : "r"(from) : "memory");
         }
-        output.row = own_first + token;
-        output.column = n_tile * BLOCK_OUTPUTS + piece * OUTPUTS + 2 * t;
         if constexpr (SCALE) output.scale[0] = factors[token], output.scale[1] = factors[token + 8];
-        output.store(v, nullptr, n_tile * PIECES + piece, n_tiles * PIECES, 0);
+        output.store(v, nullptr, n_tile * PIECES + piece, n_tiles * PIECES, 0, before);
+        before = take(item + MULTIPLIERS / 32);
     }
 }

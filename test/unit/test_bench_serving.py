@@ -408,6 +408,15 @@ def test_conversation_files_are_read_and_missing_files_named(tmp_path: Path, voc
         make(vocabulary, dataset_name="sharegpt", dataset_path=str(tmp_path / "none.json"))
 
 
+def test_empty_prompts_of_a_file_are_skipped(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
+    talks = [{"conversations": [{"value": value}, {"value": "in"}]} for value in ("", "the hen", "")]
+    lines = [{"prompt": value} for value in ("", "the hen", "")]
+    (tmp_path / "s.json").write_text(json.dumps(talks))
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    for name, file in (("sharegpt", "s.json"), ("custom", "c.jsonl")):
+        assert [r.prompt for r in make(vocabulary, dataset_name=name, dataset_path=str(tmp_path / file))] == ["the hen"]
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
     (tmp_path / "file").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=f"--dataset-path {tmp_path}/file cannot be read: not UTF-8"):

@@ -238,7 +238,7 @@ def _custom(options: DatasetOptions) -> list[Pair]:
     """JSONL: conversations as in ShareGPT, or lines with a `prompt` and an optional `answer`."""
     # Split at line feeds only: JSON strings may contain other Unicode line separators.
     lines = [_line(options, number, text) for number, text in enumerate(_read_text(options).split("\n"), 1) if text.strip()]
-    plain: list[Pair] = [(line["prompt"], line.get("answer")) for line in lines if isinstance(line.get("prompt"), str)]
+    plain: list[Pair] = [(line["prompt"], line.get("answer")) for line in lines if isinstance(line.get("prompt"), str) and line["prompt"]]
     return plain or _first_turns(lines, options)
 
 
@@ -248,7 +248,7 @@ def _first_turns(conversations: Iterable[dict[str, Any]], options: DatasetOption
         turns = conversation.get("conversations", conversation.get("conversation", []))
         if isinstance(turns, list) and len(turns) >= 2:
             first, second = (turn.get("value", turn.get("content")) if isinstance(turn, dict) else None for turn in turns[:2])
-            if isinstance(first, str) and isinstance(second, str):
+            if isinstance(first, str) and isinstance(second, str) and first:
                 pairs.append((first, second))
     if not pairs:
         raise ValueError(f"--dataset-path {options.dataset_path}: there is no conversation of two turns in the file")

@@ -417,6 +417,17 @@ def test_empty_prompts_of_a_file_are_skipped(tmp_path: Path, vocabulary: LocalVo
         assert [r.prompt for r in make(vocabulary, dataset_name=name, dataset_path=str(tmp_path / file))] == ["the hen"]
 
 
+def test_creation_of_prompts_can_be_cancelled(vocabulary: LocalVocabulary) -> None:
+    async def cancel() -> None:
+        task = asyncio.create_task(load(DatasetOptions("random", num_prompts=50), vocabulary))
+        await asyncio.sleep(0)
+        assert task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
     (tmp_path / "file").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=f"--dataset-path {tmp_path}/file cannot be read: not UTF-8"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ class LocalVocabulary:
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the server adds to a prompt."""
+        await asyncio.sleep(0)  # lets Ctrl-C end the creation of many prompts
         return self._tokenizer.encode(text).ids
 
     async def decode(self, ids: Sequence[int]) -> str:

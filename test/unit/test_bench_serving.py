@@ -102,6 +102,8 @@ def test_reference_command_lines_parse(prompts: int, concurrency: int) -> None:
         "--seed 4294967296",
         "--temperature nan",
         "--top-p inf",
+        "--top-p 1.5",
+        "--top-p 0",
         "--random-range-ratio 1.5",
         "--extra-request-body [1]",
         f"--extra-request-body {'[' * 3000}",

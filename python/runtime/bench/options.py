@@ -33,6 +33,7 @@ _port = _number(int, "a port from 1 to 65535", lambda value: 1 <= value <= 65535
 _rate = _number(float, "a number above 0 (inf sends all requests at once)", lambda value: value > 0)
 _sigma = _number(float, "a number from 0 to 4", lambda value: 0 <= value <= 4)
 _ratio = _number(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+_top_p = _number(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
 _seed = _number(int, "an integer from 0 to 4294967295", lambda value: 0 <= value < 1 << 32)
 _finite = _number(float, "a finite number", math.isfinite)
 
@@ -136,7 +137,7 @@ def _generation(group: argparse._ArgumentGroup) -> None:
     add("--disable-stream", dest="stream", action="store_false", help="request non-streaming answers; their TTFT is the whole latency")
     add("--disable-ignore-eos", dest="ignore_eos", action="store_false", help="let the model stop its answers")
     add("--temperature", type=_finite, default=0.0, help="default %(default)s")
-    add("--top-p", type=_finite, default=1.0, help="default %(default)s")
+    add("--top-p", type=_top_p, default=1.0, help="default %(default)s")
     add("--return-logprob", action="store_true", help="request log-probabilities")
     add("--extra-request-body", dest="extra_body", type=_json_object, default={}, metavar="JSON", help="merged into every request")
 

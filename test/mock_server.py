@@ -18,6 +18,7 @@ class Script:
     """The behaviour of the mock: `ttft` s before the first chunk, `gap` s between chunks, `per_chunk` tokens per chunk.
 
     `fail(number)` -> "" | "status" | "cut" | "error": how request `number` (from 0) fails. `stalled`: a path that gets no answer.
+    `unknown`: paths that get status 404.
     """
 
     ttft: float = 0.1
@@ -26,6 +27,7 @@ class Script:
     fail: Callable[[int], str] = lambda number: ""
     spec: bool = False
     stalled: str = ""
+    unknown: tuple[str, ...] = ()
     requests: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     sent_at: list[list[float]] = field(default_factory=list)  # per request: time of reading it, then of writing each chunk
@@ -61,7 +63,7 @@ class MockServer:
             "/start_profile": {},
             "/stop_profile": {},
         }
-        if path in fixed:
+        if path in fixed and path not in self.script.unknown:
             return await self._whole(writer, 200, fixed[path])
         if path not in ("/generate", "/v1/completions", "/v1/chat/completions"):
             return await self._whole(writer, 404, {"error": {"message": "no such path"}})

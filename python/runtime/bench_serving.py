@@ -222,18 +222,20 @@ def _options(kind: type[T], args: argparse.Namespace, **own: object) -> T:
 
 
 async def _wait_ready(client: HttpClient, seconds: float) -> None:
-    """Poll `/ready` until it answers 200, or `/health` if the server has no `/ready`."""
+    """Poll `/ready` until it answers 200; if the server does not have it, `/health`, else `/v1/models`, which may require an API key."""
     if seconds <= 0:
         return
-    deadline, path, last = time.monotonic() + seconds, "/ready", ""
+    deadline, paths, last = time.monotonic() + seconds, ["/ready", "/health", "/v1/models"], ""
     while True:
         try:
-            await client.json("GET", path, timeout=5)
+            await client.json("GET", paths[0], timeout=5)
             return
         except HttpFailure as failure:
+            if failure.status in (401, 403):
+                return  # the server is up, and its next answer says what is wrong
             last = str(failure)
-            if path == "/ready" and failure.status == 404:
-                path = "/health"
+            if failure.status == 404 and len(paths) > 1:
+                del paths[0]
                 continue
         if time.monotonic() > deadline:
             raise BenchError(f"no server is ready at {client.endpoint.host}:{client.endpoint.port} after {seconds:.0f} s ({last})")

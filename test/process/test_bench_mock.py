@@ -110,6 +110,17 @@ def test_missing_server_is_one_line_and_exit_2(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
+def test_a_server_with_openais_paths_alone_is_measured(tmp_path: Path) -> None:
+    script = Script(ttft=0.01, gap=0.01, unknown=("/ready", "/get_model_info", "/get_server_info"))
+    model = tmp_path / "config.json"
+    model.write_text('{"vocab_size": 1000}')
+    with mock_server(script) as port:
+        flags = ("--backend", "vllm", "--model", str(tmp_path), "--num-prompts", "2", "--ready-check-timeout-sec", "5")
+        figures, _ = bench(port, tmp_path, *IDS, *flags)
+    assert figures["completed"] == 2
+    assert script.calls[:3] == ["/ready", "/health", "/v1/models"]
+
+
 @pytest.mark.parametrize("url", ["nonsense", "http://127.0.0.1:99999", "http://127.0.0.1:http", "http://[::1"])
 def test_invalid_address_is_one_line_and_exit_2(url: str, tmp_path: Path) -> None:
     _, text = bench(9, tmp_path, *IDS, "--base-url", url, expect=2)

@@ -116,7 +116,7 @@ class HttpClient:
         status, answer = await self.exchange(method, path, body, timeout=timeout)
         text = answer.decode("utf-8", "replace")
         if not 200 <= status < 300:
-            raise HttpFailure(f"{method} {path} answered {status}: {text[:500]}", status)
+            raise HttpFailure(f"{method} {self.endpoint.prefix}{path} answered {status}: {text[:500]}", status)
         try:
             return json.loads(text)
         except ValueError:

@@ -224,6 +224,15 @@ def test_tokens_without_text_may_come_with_the_end() -> None:
     assert (record.output_len, record.ttft, record.latency) == (2, 2.0, 2.0)
 
 
+def test_tool_calls_count_as_tokens() -> None:
+    def call(**function: str) -> dict[str, Any]:
+        return {"choices": [{"delta": {"content": None, "tool_calls": [{"function": function}]}, "finish_reason": None}]}
+
+    events = [(2.0, call(name="f", arguments="")), (3.0, call(arguments="{}")), (4.0, {"usage": {"completion_tokens": 2}})]
+    record = read("sglang-oai-chat", events)
+    assert (record.ttft, record.latency, record.output_len, record.text) == (2.0, 3.0, 2, "f{}")
+
+
 def test_native_text_may_be_cumulative_or_not() -> None:
     def chunk(text: str, tokens: int) -> dict[str, Any]:
         return {"text": text, "meta_info": {"completion_tokens": tokens, "cached_tokens": 2, "finish_reason": None}}

@@ -180,8 +180,7 @@ class Answer:
     def _openai(self, data: Json, at: float) -> None:
         usage = data.get("usage") or {}
         for choice in (data.get("choices") or [])[:1]:
-            message = choice.get("delta") or choice.get("message") or {}
-            text = choice.get("text") or "".join(message.get(name) or "" for name in TEXTS)
+            text = choice.get("text") or _text(choice.get("delta") or choice.get("message") or {})
             tokens = self._chunk_tokens(choice, usage)
             # The server may hold text back (an incomplete character, a possible stop string), so a completions chunk without text is a
             # token unless it ends the answer.
@@ -216,6 +215,13 @@ class Answer:
         if kind == "abort":
             why = reason.get("message") if isinstance(reason, dict) else None
             self._record.error = f"aborted by the server{f': {why}' if why else ''}"
+
+
+def _text(message: Json) -> str:
+    """What the model generated in a chat message or in a part of it: text, and the names and arguments of tool calls."""
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
+    calls = [function.get(name) or "" for function in functions for name in ("name", "arguments")]
+    return "".join([*(message.get(name) or "" for name in TEXTS), *calls])
 
 
 async def send(client: HttpClient, backend: Backend, request: BenchRequest, options: GenerationOptions) -> RequestRecord:

@@ -256,6 +256,40 @@ def test_failed_answer_is_an_error(events: list[tuple[float, Any]], why: str) ->
     assert why in read("sglang-oai", events).error
 
 
+class Answering:
+    """A client whose requests get one body, whole or as the events of a stream."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+
+    async def exchange(self, method: str, path: str, body: bytes, on_event: Callable[[bytes, float], None] | None) -> tuple[int, bytes]:
+        if on_event is None:
+            return 200, self.body
+        for line in self.body.split(b"\n"):
+            if line.startswith(b"data:"):
+                on_event(line[5:].strip(), backends.time.perf_counter())
+        return 200, b""
+
+
+def answered(body: bytes, backend: str = "sglang-oai", **options: Any) -> RequestRecord:
+    client: Any = Answering(body)
+    return asyncio.run(send(client, BACKENDS[backend], REQUEST, GenerationOptions("m", **options)))
+
+
+@pytest.mark.parametrize(
+    ("body", "stream", "why"),
+    [
+        (b"<html>", True, "the server sent no event; if it does not stream, pass --disable-stream"),
+        (b"<html>", False, "the server sent something other than a JSON object: <html>"),
+        (b"[]", False, "the server sent something other than a JSON object: []"),
+        (b"data: {oops\n\n", True, "the server sent something other than a JSON object: {oops"),
+        (b'{"choices": [5]}', False, "the server's answer has an unknown form (AttributeError: 'int' object has no attribute 'get')"),
+    ],
+)
+def test_what_is_no_answer_is_described(body: bytes, stream: bool, why: str) -> None:
+    assert answered(body, stream=stream).error == why
+
+
 @pytest.mark.parametrize("backend", ["sglang", "vllm", "vllm-chat"])
 def test_a_stream_that_breaks_off_is_an_error(backend: str) -> None:
     chunk = {"text": "a", "meta_info": {}, "choices": [{"text": "a", "delta": {"content": "a"}, "finish_reason": None}]}

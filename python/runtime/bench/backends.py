@@ -114,18 +114,22 @@ class Answer:
         self._texts: list[str] = []
         self._seen_text = ""
         self._counted = 0  # tokens that the chunks so far reported
+        self._empty = True  # no message has arrived
         self._ended_at: float | None = None
         self.total: int | None = None  # tokens of the whole answer, counted by the server
 
     def event(self, data: bytes, at: float) -> None:
         """Read one server-sent event."""
+        self._empty = False
         if data == b"[DONE]":
             self._end(at)
         elif data:
-            self.message(orjson.loads(data), at)
+            self.message(data, at)
 
-    def message(self, data: Json, at: float) -> None:
-        """Read one JSON message: a chunk of a stream, or a whole answer."""
+    def message(self, text: bytes, at: float) -> None:
+        """Read one JSON message, a chunk of a stream or a whole answer. Raises HttpFailure if it is not a JSON object."""
+        self._empty = False
+        data = _object(text)
         if error := data.get("error") or (data.get("object") == "error" and data):
             self._record.error = str(error.get("message") or error) if isinstance(error, dict) else str(error)
             return
@@ -141,8 +145,11 @@ class Answer:
         chunks = record.chunks
         if not chunks and self.total and self._ended_at is not None:
             self._add("", self.total, self._ended_at)
+        if not chunks and output_len == 0:
+            return
         if not chunks:
-            record.error = record.error or ("" if output_len == 0 else "the answer ended without a token")
+            none = "the server sent no event; if it does not stream, pass --disable-stream"
+            record.error = none if self._empty else "the answer ended without a token"
             return
         if self._ended_at is None:
             record.error = "the stream ended before the answer"
@@ -217,6 +224,16 @@ class Answer:
             self._record.error = f"aborted by the server{f': {why}' if why else ''}"
 
 
+def _object(text: bytes) -> Json:
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise HttpFailure(f"the server sent something other than a JSON object: {text[:200].decode('utf-8', 'replace')}")
+    return found
+
+
 def _text(message: Json) -> str:
     """What the model generated in a chat message or in a part of it: text, and the names and arguments of tool calls."""
     functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
@@ -238,10 +255,12 @@ async def send(client: HttpClient, backend: Backend, request: BenchRequest, opti
         status, rest = await client.exchange("POST", backend.path, body, on_event)
         if status != 200:
             record.error = f"HTTP {status}: {rest.decode('utf-8', 'replace')[:500]}"
-        elif not options.stream:
-            answer.message(orjson.loads(rest), time.perf_counter())
-    except (HttpFailure, ValueError, KeyError, TypeError, AttributeError) as error:
-        record.error = record.error or f"{type(error).__name__}: {error}"
+        elif on_event is None:
+            answer.message(rest, time.perf_counter())
+    except HttpFailure as failure:
+        record.error = record.error or str(failure)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        record.error = record.error or f"the server's answer has an unknown form ({type(error).__name__}: {error})"
     if not record.error:
         answer.close(request.output_len)
     return record

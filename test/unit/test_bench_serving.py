@@ -167,6 +167,20 @@ def test_each_dialect_builds_its_own_request_body() -> None:
     assert all(body["min_p"] == 0.1 for body in (native, completions, chat))
 
 
+def test_objects_of_the_extra_body_are_merged() -> None:
+    native = payload(BACKENDS["sglang"], REQUEST, GenerationOptions("m", extra_body={"sampling_params": {"top_k": 5, "temperature": 1}}))
+    assert native["sampling_params"] == {"temperature": 1, "max_new_tokens": 8, "ignore_eos": True, "top_k": 5}
+    chat = payload(BACKENDS["vllm-chat"], REQUEST, GenerationOptions("m", extra_body={"stream_options": {"include_usage": False}}))
+    assert chat["stream_options"] == {"include_usage": False, "continuous_usage_stats": True}
+    assert "stream_options" not in payload(BACKENDS["vllm"], REQUEST, GenerationOptions("m", extra_body={"stream": False}))
+
+
+def test_native_dialect_refuses_several_answers_per_request() -> None:
+    options = GenerationOptions("m", extra_body={"sampling_params": {"n": 2}})
+    with pytest.raises(ValueError, match="one answer per request; remove n"):
+        payload(BACKENDS["sglang"], REQUEST, options)
+
+
 def test_chat_dialect_refuses_token_ids() -> None:
     ids = BenchRequest([1, 2], 2, 8)
     options = GenerationOptions(model="m")
@@ -288,6 +302,24 @@ def answered(body: bytes, backend: str = "sglang-oai", **options: Any) -> Reques
 )
 def test_what_is_no_answer_is_described(body: bytes, stream: bool, why: str) -> None:
     assert answered(body, stream=stream).error == why
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_extra_body_chooses_whether_to_stream(stream: bool) -> None:
+    whole = json.dumps(choice("ab", "length", usage={"completion_tokens": 2})).encode()
+    record = answered(b"data: " + whole if stream else whole, stream=not stream, extra_body={"stream": stream})
+    assert (record.error, record.output_len, record.text) == ("", 2, "ab")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("extra", [{"max_tokens": 0, "echo": True}, {"sampling_params": {"max_new_tokens": 0}}])
+def test_answers_may_have_no_token_if_none_was_requested(extra: dict[str, Any], stream: bool) -> None:
+    backend = "sglang" if "sampling_params" in extra else "sglang-oai"
+    end = {"meta_info": {"completion_tokens": 0, "finish_reason": {"type": "length"}}, "usage": {"completion_tokens": 0}}
+    whole = json.dumps(choice("the prompt", "length", **end)).encode()
+    record = answered(b"data: " + whole if stream else whole, backend, stream=stream, extra_body=extra)
+    assert (record.error, record.output_len, record.chunks) == ("", 0, [])
+    assert record.ttft == record.latency > 0
 
 
 @pytest.mark.parametrize("backend", ["sglang", "vllm", "vllm-chat"])

@@ -69,14 +69,20 @@ def payload(backend: Backend, request: BenchRequest, options: GenerationOptions)
     """The JSON body of one request.
 
     Raises:
-        ValueError: the prompt holds token ids and the endpoint is a chat endpoint, which takes text only.
+        ValueError: the prompt holds token ids and the endpoint is a chat endpoint, which takes text only; or `/generate` is asked for
+            several answers, whose tokens cannot be told apart.
     """
     if backend.dialect == "generate":
-        return {**_generate_payload(request, options), **options.extra_body}
-    body: Json = {"model": options.model, "temperature": options.temperature, "stream": options.stream, "ignore_eos": options.ignore_eos}
+        body = _merged(_generate_payload(request, options), options.extra_body)
+        sampling = body["sampling_params"]
+        if isinstance(sampling, dict) and sampling.get("n") not in (None, 1):
+            raise ValueError(f"--backend {backend.name} measures one answer per request; remove n from --extra-request-body")
+        return body
+    stream = options.extra_body.get("stream", options.stream)
+    body: Json = {"model": options.model, "temperature": options.temperature, "stream": stream, "ignore_eos": options.ignore_eos}
     if options.top_p < 1.0:
         body["top_p"] = options.top_p
-    if options.stream:
+    if stream:
         body["stream_options"] = {"include_usage": True} | ({"continuous_usage_stats": True} if backend.running_usage else {})
     if backend.dialect == "completions":
         body |= {"prompt": request.prompt, "max_tokens": request.output_len}
@@ -88,7 +94,20 @@ def payload(backend: Backend, request: BenchRequest, options: GenerationOptions)
         body |= {"messages": [{"role": "user", "content": request.prompt}], "max_completion_tokens": request.output_len}
         if options.return_logprob:
             body["logprobs"] = True
-    return {**body, **options.extra_body}
+    return _merged(body, options.extra_body)
+
+
+def _merged(body: Json, extra: Json) -> Json:
+    """`body` with the fields of `extra`. Objects in both, such as `sampling_params`, are merged; other values are replaced."""
+    both = {name: _merged(body[name], new) for name, new in extra.items() if isinstance(new, dict) and isinstance(body.get(name), dict)}
+    return {**body, **extra, **both}
+
+
+def _output_len(request: BenchRequest, body: Json) -> int:
+    """Maximum number of tokens to generate: that of the request, or 0 if the extra fields of the body say so."""
+    sampling = body.get("sampling_params")
+    limits = sampling if isinstance(sampling, dict) else body
+    return 0 if any(limits.get(name) == 0 for name in ("max_new_tokens", "max_tokens", "max_completion_tokens")) else request.output_len
 
 
 def _generate_payload(request: BenchRequest, options: GenerationOptions) -> Json:
@@ -138,14 +157,17 @@ class Answer:
     def close(self, output_len: int) -> None:
         """Fill in the record at the end of the answer.
 
-        An answer without tokens is a failure if tokens were requested. Tokens without text, such as special ones, may come with the end.
+        An answer without tokens is a failure if tokens were requested; else the time of its end counts as TTFT. Tokens without text, such
+        as special ones, may come with the end.
         """
         record = self._record
         record.text = self._seen_text or "".join(self._texts)
         chunks = record.chunks
         if not chunks and self.total and self._ended_at is not None:
             self._add("", self.total, self._ended_at)
-        if not chunks and output_len == 0:
+        if output_len == 0 and self._ended_at is not None:
+            chunks.clear()  # the prompt, if it was to be repeated
+            record.ttft = record.latency = self._ended_at - record.start
             return
         if not chunks:
             none = "the server sent no event; if it does not stream, pass --disable-stream"
@@ -248,11 +270,12 @@ async def send(client: HttpClient, backend: Backend, request: BenchRequest, opti
     """
     record = RequestRecord(prompt_len=request.prompt_len)
     answer = Answer(backend, record)
-    body = orjson.dumps(payload(backend, request, options))
+    body = payload(backend, request, options)
+    data = orjson.dumps(body)
     record.start = time.perf_counter()  # before connecting, like SGLang's client
     try:
-        on_event = answer.event if options.stream else None
-        status, rest = await client.exchange("POST", backend.path, body, on_event)
+        on_event = answer.event if body["stream"] else None
+        status, rest = await client.exchange("POST", backend.path, data, on_event)
         if status != 200:
             record.error = f"HTTP {status}: {rest.decode('utf-8', 'replace')[:500]}"
         elif on_event is None:
@@ -262,5 +285,5 @@ async def send(client: HttpClient, backend: Backend, request: BenchRequest, opti
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         record.error = record.error or f"the server's answer has an unknown form ({type(error).__name__}: {error})"
     if not record.error:
-        answer.close(request.output_len)
+        answer.close(_output_len(request, body))
     return record

@@ -139,7 +139,14 @@ def _generation(group: argparse._ArgumentGroup) -> None:
     add("--temperature", type=_finite, default=0.0, help="default %(default)s")
     add("--top-p", type=_top_p, default=1.0, help="default %(default)s")
     add("--return-logprob", action="store_true", help="request log-probabilities")
-    add("--extra-request-body", dest="extra_body", type=_json_object, default={}, metavar="JSON", help="merged into every request")
+    add(
+        "--extra-request-body",
+        dest="extra_body",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="merged into every request, also its objects such as sampling_params",
+    )
 
 
 def _output(group: argparse._ArgumentGroup) -> None:

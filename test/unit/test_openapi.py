@@ -101,6 +101,7 @@ def test_every_documented_field_has_a_type_and_every_number_bounds(spec: dict[st
         "/v1/embeddings": {*POOLING.split(), "dimensions", "encoding_format", "input"},
         "/v1/score": {*POOLING.split(), "apply_softmax", "item_first", "items", "label_token_ids", "query", "temperature"},
         "/tokenize": set(TOKENIZE.split()),
+        "/rerank": {*POOLING.split(), "documents", "query", "return_documents", "top_n"},
         "/v1/rerank": {*POOLING.split(), "documents", "query", "return_documents", "top_n"},
     }
     for path, names in expected.items():

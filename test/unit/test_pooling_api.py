@@ -111,6 +111,7 @@ def test_documents_are_ranked_by_the_likelihood_of_the_query() -> None:
             assert bytes(asked.input_ids).decode() == CONTEXT.format(document="bb") + " hi"
             assert ranks[1]["document"] == "bb"
             assert ranks[1]["meta_info"] == {"prompt_tokens": len(asked.input_ids)}
+            assert (await f.post("/rerank", body)).json() == ranks
             short = (await f.post("/v1/rerank", {**body, "top_n": 2, "return_documents": False})).json()
             assert [set(rank) for rank in short] == [{"index", "score", "meta_info"}] * 2
 

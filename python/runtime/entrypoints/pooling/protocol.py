@@ -99,7 +99,7 @@ class ScoreBody(PoolingBody):
 
 
 class RerankBody(PoolingBody):
-    """A body of /v1/rerank, in SGLang's form."""
+    """A body of /rerank and /v1/rerank, in SGLang's form."""
 
     query: Text
     documents: Annotated[list[Text], items(1, MAX_INPUTS)]
@@ -150,7 +150,7 @@ class RerankMeta(BaseModel):
 
 
 class Rank(BaseModel):
-    """One document of /v1/rerank; `index` is its position in the request."""
+    """One document of /rerank and /v1/rerank; `index` is its position in the request."""
 
     index: int
     score: float

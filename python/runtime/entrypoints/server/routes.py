@@ -131,6 +131,7 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, model: ServedModel,
     for path, handler, answer in (
         ("/v1/embeddings", EmbeddingApi(manager, model).create, pooling.EmbeddingList),
         ("/v1/score", ScoreApi(manager, model).create, pooling.Scores),
+        ("/rerank", RerankApi(manager, model).create, list[pooling.Rank]),
         ("/v1/rerank", RerankApi(manager, model).create, list[pooling.Rank]),
     ):
         _add_body_route(app, path, handler, answer, _errors(*OF_GENERATION))

@@ -159,6 +159,9 @@ def test_max_new_tokens_0_reads_the_prompt_and_generates_nothing() -> None:
             assert [request.sampling.max_new_tokens for request in f.scheduler.requests] == [1, 1]
             stream = await f.events("/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 0}, "stream": True})
             assert stream[0]["output_ids"] == []
+            await f.post("/v1/completions", {"prompt": "ab", "max_tokens": 0, "echo": True})
+            figures = (await f.client.get("/metrics")).text
+            assert re.findall(r"^sglang:generation_tokens_total.* (\S+)$", figures, re.MULTILINE) == ["0.0"]
 
     run(case())
 

@@ -262,7 +262,7 @@ def test_usage_of_a_scored_prompt_has_no_output() -> None:
 def test_cached_tokens_are_those_that_no_text_of_the_call_computed() -> None:
     call = Call(name="c", prompts=[[1] * 9], sampling=[SamplingParams()], rids=["c"], options=RequestOptions(n=3), params={})
     group = Generations(call)
-    group.each.append(Generation("c", "c", [1] * 9, 3, 9, lambda _: None))
+    group.each.append(Generation("c", "c", [1] * 9, call.options, 9, lambda _: None))
     counter = UsageCounter(group)
     for index, cached in enumerate([4, 8, 8]):
         counter.add(0, TextOut(rid="", text="", token_ids=[1], progress=Progress(9, cached, 1), index=index))

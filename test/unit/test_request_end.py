@@ -19,14 +19,14 @@ from runtime.config.resolve import check
 from runtime.entrypoints.http.tracing import otlp_provider
 from runtime.entrypoints.server.server import create_app
 from runtime.errors import ConfigError
-from runtime.managers.generation import Generation
+from runtime.managers.generation import NO_OPTIONS, Generation
 from runtime.managers.observers.request_end import RequestEnd
 from runtime.managers.observers.request_log import log_slow_request
 from runtime.managers.telemetry.progress import Progress
 
 
 def end_of(progress: Progress, seconds: float = 10.0) -> RequestEnd:
-    return RequestEnd(Generation("r", "", [1], 1, 9, lambda _: None), 0, None, progress, 5.0, 5.0 + seconds)
+    return RequestEnd(Generation("r", "", [1], NO_OPTIONS, 9, lambda _: None), 0, None, progress, 5.0, 5.0 + seconds)
 
 
 @pytest.mark.parametrize(

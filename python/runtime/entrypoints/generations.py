@@ -12,7 +12,7 @@ from msgspec import structs
 from runtime.entrypoints.tasks import cancel
 from runtime.errors import RequestError
 from runtime.managers.generation import Generation, RequestOptions
-from runtime.managers.messages import Finish, TextOut
+from runtime.managers.messages import TextOut
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 
@@ -34,7 +34,7 @@ class Call:
         rids: one per prompt.
         options: the same for every prompt.
         params: the protocol's field names for the manager's "prompt", "input_ids" and "max_new_tokens", and for the grammar.
-        prompt_only: indices of the prompts that are only computed. A step of a prompt always yields a token, which is dropped.
+        prompt_only: indices of the prompts that are only computed.
     """
 
     name: str
@@ -49,13 +49,9 @@ class Call:
         """Replace the manager's name of the field at fault by the protocol's."""
         error.param = self.params.get(error.param or "", error.param)
 
-    def wanted(self, prompt: int, update: TextOut) -> TextOut:
-        """An update of a prompt, without its output if the prompt is only computed."""
-        if prompt not in self.prompt_only:
-            return update
-        finish = Finish(reason="length") if update.finish is not None and update.finish.reason != "abort" else update.finish
-        progress = structs.replace(update.progress, completion_tokens=0)
-        return structs.replace(update, text="", token_ids=[], logprobs=None, progress=progress, finish=finish)
+    def options_of(self, prompt: int) -> RequestOptions:
+        """The options of one prompt."""
+        return structs.replace(self.options, prompt_only=prompt in self.prompt_only)
 
 
 class Generations:
@@ -76,8 +72,8 @@ class Generations:
         """
         group = cls(call)
         try:
-            for (prompt_ids, sampling), rid in zip(await _price(manager, call), call.rids, strict=True):
-                group.each.append(manager.submit(prompt_ids, sampling, call.options, rid, call.name))
+            for index, (prompt_ids, sampling) in enumerate(await _price(manager, call)):
+                group.each.append(manager.submit(prompt_ids, sampling, call.options_of(index), call.rids[index], call.name))
             if call.options.stream and any(sampling.grammar is not None for sampling in call.sampling):
                 await group._replied()
         except BaseException as error:
@@ -115,7 +111,7 @@ class Generations:
         try:
             if len(self.each) == 1:
                 async for update in self.each[0]:
-                    yield 0, self._call.wanted(0, update)
+                    yield 0, update
                 return
             readers += [asyncio.create_task(_read(prompt, each, queue)) for prompt, each in enumerate(self.each)]
             open_readers = len(readers)
@@ -126,8 +122,7 @@ class Generations:
                 elif isinstance(item, Exception):
                     raise item
                 else:
-                    prompt, update = item
-                    yield prompt, self._call.wanted(prompt, update)
+                    yield item
         except RequestError as error:
             self._call.name_field(error)
             raise

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from runtime.errors import ServingError
-from runtime.managers.messages import AnswerOptions, TextOut
+from runtime.managers.messages import AnswerOptions, Finish, TextOut
 from runtime.managers.request_context import CURRENT_REQUEST
 
 Release = Callable[["Generation"], None]
@@ -20,10 +20,12 @@ class RequestOptions(AnswerOptions, frozen=True, kw_only=True):
     Attributes:
         n: number of texts.
         fill_context: generate to the end of the context, whatever `max_new_tokens` says.
+        prompt_only: compute the prompt and generate nothing. A step of a prompt always yields a token, which is dropped and not counted.
     """
 
     n: int = 1
     fill_context: bool = False
+    prompt_only: bool = False
 
 
 NO_OPTIONS = RequestOptions()
@@ -38,22 +40,26 @@ class Generation:
         rid: the request id.
         call: an id that the requests of one call share; empty for none.
         prompt_ids: the tokens of the prompt.
-        n: number of choices.
+        options: as the client chose them.
         max_unread: number of messages to keep for a slow reader.
         release: aborts the unfinished choices of a generation.
         client: the client in the fair queue.
 
     Attributes:
+        n: number of choices.
         choice_rids: request ids of the unfinished choices in the scheduler.
         context: the HTTP request that it belongs to; None outside of one.
         unread: messages that the reader has not taken yet.
     """
 
-    def __init__(self, rid: str, call: str, prompt_ids: list[int], n: int, max_unread: int, release: Release, client: str = "") -> None:
+    def __init__(
+        self, rid: str, call: str, prompt_ids: list[int], options: RequestOptions, max_unread: int, release: Release, client: str = ""
+    ) -> None:
         self.rid = rid
         self.call = call
         self.prompt_ids = prompt_ids
-        self.n = n
+        self.n = options.n
+        self._prompt_only = options.prompt_only
         self.client = client
         self.context = CURRENT_REQUEST.get()
         self.choice_rids: set[str] = set()
@@ -94,6 +100,14 @@ class Generation:
                 return
             self._changed.clear()
             await self._changed.wait()
+
+    def wanted(self, out: TextOut) -> TextOut:
+        """A message about a choice, without its output if the prompt is only computed."""
+        if not self._prompt_only:
+            return out
+        finish = Finish(reason="length") if out.finish is not None and out.finish.reason != "abort" else out.finish
+        progress = msgspec.structs.replace(out.progress, completion_tokens=0)
+        return msgspec.structs.replace(out, text="", token_ids=[], logprobs=None, progress=progress, finish=finish)
 
     def close(self) -> None:
         """Abort the unfinished choices, if there are any."""

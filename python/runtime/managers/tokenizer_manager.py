@@ -180,7 +180,7 @@ class TokenizerManager:
             raise InvalidField("rid", name, "unique among open requests")
         request = self._request(prompt_ids, sampling, options)
         self._send(request)  # first, because encoding fails for text that is not valid UTF-8
-        generation = Generation(name, call, prompt_ids, options.n, self.max_unread, self.release, request.client)
+        generation = Generation(name, call, prompt_ids, options, self.max_unread, self.release, request.client)
         self._named[name] = generation
         self._register(generation, [request.rid, *(sample.rid for sample in request.more)])
         return generation
@@ -367,7 +367,9 @@ class TokenizerManager:
         if choice is None:
             self._charge_rest(out)
             return
-        generation, finish, choice.progress = choice.generation, out.finish, out.progress
+        generation = choice.generation
+        out = generation.wanted(out)
+        finish, choice.progress = out.finish, out.progress
         if finish is not None and finish.reason == "abort" and finish.status >= 400:
             generation.fail(request_failure(finish))
             self._end(out.rid, None)
@@ -383,6 +385,7 @@ class TokenizerManager:
     def _charge_rest(self, out: TextOut) -> None:
         """Charge the client for tokens of a released choice that were not delivered, when its last reply arrives."""
         if out.finish is not None and (choice := self._released.pop(out.rid, None)) is not None:
+            out = choice.generation.wanted(out)
             self.charge(choice.generation.client, out.progress.completion_tokens - choice.progress.completion_tokens)
 
     # ---- open choices

@@ -247,6 +247,33 @@ def test_aborting_a_call_aborts_its_prompts_and_no_others() -> None:
     run(check())
 
 
+@pytest.mark.parametrize("rid", [None, "mine", ["first", "second"]])
+def test_each_sample_of_a_native_call_has_its_own_id(rid: Any) -> None:
+    async def check() -> None:
+        scheduler = ScriptedScheduler()
+        async with front(scheduler) as f:
+            body = {"text": ["a", "b"], "sampling_params": {"n": 2}, "rid": rid}
+            ids = [each["meta_info"]["id"] for each in (await f.post("/generate", body)).json()]
+            assert len(set(ids)) == 4
+            if rid is not None:
+                names = rid if isinstance(rid, list) else ["mine-0", "mine-1"]
+                assert ids == [f"{name}-{sample}" for name in names for sample in range(2)]
+            events = await f.events("/generate", {**body, "stream": True})
+            streamed = {event["index"]: event["meta_info"]["id"] for event in events[:-1]}
+            assert rid is None or [streamed[index] for index in range(4)] == ids
+            scheduler.hold = 0
+            held = asyncio.create_task(f.post("/generate", {**body, "stream": False}))
+            await until(lambda: len(f.manager._named) == 2)
+            first, second = f.manager._named
+            for name, aborted in ((f"{first}-1", 1), (second, 3), (first, 4)):
+                await f.post("/abort_request", {"rid": name})
+                await until(lambda aborted=aborted: f.manager.open_requests == 4 - aborted)
+            ends = [each["meta_info"]["finish_reason"]["type"] for each in (await held).json()]
+            assert ends == ["abort"] * 4
+
+    run(check())
+
+
 def test_usage_of_a_scored_prompt_has_no_output() -> None:
     async def check() -> None:
         async with front() as f:

@@ -101,6 +101,10 @@ class Generation:
             self._changed.clear()
             await self._changed.wait()
 
+    def choice_name(self, index: int) -> str:
+        """The id of one choice for clients: the request id, with the index after it if there are several."""
+        return self.rid if self.n == 1 else f"{self.rid}-{index}"
+
     def wanted(self, out: TextOut) -> TextOut:
         """A message about a choice, without its output if the prompt is only computed."""
         if not self._prompt_only:

@@ -202,18 +202,22 @@ class TokenizerManager:
         )
 
     def abort(self, rid: str = "", *, all: bool = False) -> None:
-        """Abort one request, those of one call, or all, with finish reason "abort"; unknown names are ignored.
+        """Abort one choice, one request, the requests of one call, or all, with finish reason "abort"; unknown names are ignored.
 
-        The names are free at once, although the last updates are still to come.
+        The names of requests are free at once, although the last updates are still to come.
         """
         if all:
             self._send(AbortReq(all=True))
             self._named.clear()
             return
+        if not rid:
+            return
         for generation in list(self._named.values()):
-            if rid and rid in (generation.rid, generation.call):
+            whole = rid in (generation.rid, generation.call)
+            if whole:
                 del self._named[generation.rid]
-                for choice_rid in generation.choice_rids:
+            for choice_rid in generation.choice_rids:
+                if whole or generation.choice_name(self._open[choice_rid].index) == rid:
                     self._send(AbortReq(rid=choice_rid))
 
     def release(self, generation: Generation) -> None:

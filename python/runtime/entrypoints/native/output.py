@@ -55,7 +55,7 @@ class Outputs:
     def of(self, prompt: int, out: TextOut) -> Output:
         """The output of one text of a prompt so far."""
         generation, asked = self.group.each[prompt], self.body.logprobs[prompt]
-        meta = meta_info(generation.rid, out)
+        meta = meta_info(generation.choice_name(out.index), out)
         if out.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self.began
         if asked.top >= 0:
@@ -96,7 +96,7 @@ def _grown(out: TextOut, update: TextOut) -> TextOut:
 
 
 def meta_info(rid: str, last: TextOut) -> dict[str, Any]:
-    """Counts, finish reason and acceptance of generation `rid` after its update `last`."""
+    """Counts, finish reason and acceptance of the text with the id `rid` after its update `last`."""
     progress = last.progress
     return {
         "id": rid,

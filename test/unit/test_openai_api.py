@@ -274,6 +274,20 @@ def test_each_sample_of_a_native_call_has_its_own_id(rid: Any) -> None:
     run(check())
 
 
+def test_the_longest_id_of_a_sample_can_be_aborted() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=0), max_queued_requests=999) as f:
+            body = {"text": ["a"] * 101, "sampling_params": {"n": 2}, "rid": "x" * 256}
+            held = asyncio.create_task(f.post("/generate", body))
+            await until(lambda: f.manager.open_requests == 202)
+            assert (await f.post("/abort_request", {"rid": "x" * 256 + "-100-1"})).status_code == 200
+            await until(lambda: f.manager.open_requests == 201)
+            await f.post("/abort_request", {"rid": "x" * 256})
+            assert {each["meta_info"]["finish_reason"]["type"] for each in (await held).json()} == {"abort"}
+
+    run(check())
+
+
 def test_usage_of_a_scored_prompt_has_no_output() -> None:
     async def check() -> None:
         async with front() as f:

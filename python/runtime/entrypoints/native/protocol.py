@@ -34,7 +34,10 @@ from runtime.sampling_params import MAX_DRAFT_STEPS, MAX_TOKENS, NO_DEFAULTS, Mi
 
 DEFAULT_NEW_TOKENS = 128
 
-Rid = Annotated[str, Len(1, 256)]
+MAX_RID_CHARS = 256
+Rid = Annotated[str, Len(1, MAX_RID_CHARS)]
+SampleId = Annotated[str, Len(0, MAX_RID_CHARS + len("-255-127"))]
+"""A `Rid` with the numbers of a prompt and of a sample."""
 IdLists = Annotated[
     TokenIds | Annotated[list[TokenIds], items(1, MAX_PROMPTS)],
     Field(description=f"an array of token ids, or an array of 1 to {MAX_PROMPTS} of these, none of them empty"),
@@ -209,7 +212,7 @@ class AbortBody(Body):
     RULES = (any_of(has(abort_all=TRUE), has(rid=TEXT)),)
 
     abort_all: bool = False
-    rid: Name = ""
+    rid: SampleId = ""
 
     @model_validator(mode="after")
     def _check_fields(self) -> AbortBody:

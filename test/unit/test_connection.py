@@ -86,6 +86,24 @@ def test_leaving_after_a_pipelined_byte_aborts_the_request() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+def test_closing_the_sending_side_aborts_the_request(stream: bytes) -> None:
+    async def check() -> None:
+        scheduler = ScriptedScheduler(hold=0)
+        async with front(scheduler) as f:
+            reader, writer = await opened(f)
+            body = b'{"prompt": "x", "stream": %s}' % stream
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            await until(lambda: f.manager.open_requests == 1)
+            writer.write_eof()
+            await until(lambda: f.manager.open_requests == 0)
+            assert len(scheduler.aborted) == 1
+            assert b"[DONE]" not in await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+
+    asyncio.run(check())
+
+
 def test_a_slow_reader_of_a_large_answer_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "WRITE_SECONDS", 1.0)
 

@@ -56,6 +56,18 @@ def test_an_empty_line_before_a_request_is_skipped(together: bool) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_an_upgrade_is_not_made_and_not_logged(protocol: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with front() as f:
+            caplog.clear()
+            head = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, close\r\nUpgrade: %s\r\n\r\n" % protocol
+            assert (await raw(f, head)).startswith(b"HTTP/1.1 200")
+            assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("path", [b"/health", b"/get_server_info"])
 def test_a_bad_chunk_is_a_400_without_a_traceback(path: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:

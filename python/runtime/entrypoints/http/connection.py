@@ -1,7 +1,7 @@
 """HTTP/1.1 connections with time limits for headers and for slow readers.
 
-`BoundedConnection` uses private attributes of uvicorn's protocol: `conn`, `cycle`, `flow` and `connections`. pyproject.toml pins the tested
-versions, and `check_version` asserts them.
+`BoundedConnection` uses private attributes of uvicorn's protocol: `conn`, `cycle`, `flow`, `connections` and `_should_upgrade`.
+pyproject.toml pins the tested versions, and `check_version` asserts them.
 """
 
 from __future__ import annotations
@@ -104,6 +104,10 @@ class BoundedConnection(H11Protocol):
             if len(data) > 2:  # receiving nothing means the end of the connection
                 self.conn.receive_data(data[2:])
         super().handle_events()
+
+    def _should_upgrade(self) -> bool:
+        """Stay with HTTP/1.1. Clients that prefer HTTP/2 ask with every request, for each of which uvicorn would log two warnings."""
+        return False
 
     def _read_on(self) -> None:
         """Keep reading while a request is answered, even if the next one has begun; otherwise uvicorn would not notice a disconnect."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from dataclasses import replace
 from functools import partial
 
 import httpx
 import pytest
-from front import ScriptedScheduler, make_manager
+from front import ScriptedScheduler, front, make_manager
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -20,8 +21,9 @@ from runtime.entrypoints.http.tracing import otlp_provider
 from runtime.entrypoints.server.server import create_app
 from runtime.errors import ConfigError
 from runtime.managers.generation import NO_OPTIONS, Generation
+from runtime.managers.messages import Finish
 from runtime.managers.observers.request_end import RequestEnd
-from runtime.managers.observers.request_log import log_slow_request
+from runtime.managers.observers.request_log import log_request, log_slow_request
 from runtime.managers.telemetry.progress import Progress
 
 
@@ -52,6 +54,31 @@ def test_only_slow_requests_are_logged_with_their_reason(caplog: pytest.LogCaptu
         log(end_of(Progress(7, queue_seconds=4.0, prefill_seconds=1.0, completion_tokens=3), seconds=6.0))
     (line,) = caplog.messages
     assert line == "slow request r[0]: 6.00 s, most of it queue (queue 4.00 s, prefill 1.00 s, decode 1.00 s); 7 prompt tokens, 3 new"
+
+
+def test_text_lines_of_requests_have_counts_and_phases(caplog: pytest.LogCaptureFixture) -> None:
+    progress = Progress(7, queue_seconds=4.0, prefill_seconds=1.0, completion_tokens=3)
+    with caplog.at_level(logging.INFO):
+        log_request(end_of(progress, seconds=6.0))
+        log_request(replace(end_of(progress, seconds=6.0), finish=Finish(reason="length")))
+    early, whole = caplog.messages
+    times = "6.00 s (queue 4.00 s, prefill 1.00 s, decode 1.00 s)"
+    assert early == f"r[0]: 7 prompt tokens (0 cached), 3 new, ended early, {times}"
+    assert whole == f"r[0]: 7 prompt tokens (0 cached), 3 new, length, {times}"
+
+
+@pytest.mark.parametrize("key", [None, "sk-a"])
+def test_text_lines_of_http_requests_have_bytes_and_client(key: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> httpx.Response:
+        async with front(log_requests=True, api_key=key) as f:
+            return await f.client.get("/v1/models")
+
+    with caplog.at_level(logging.INFO):
+        answer = asyncio.run(check())
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("access_log")]
+    client = "127.0.0.1" if key is None else "key api-key"
+    size, name = len(answer.content), answer.headers["x-request-id"]
+    assert re.fullmatch(rf"GET /v1/models 200 0\.\d\d\d s {size} bytes {client} {name}", line), line
 
 
 @pytest.mark.parametrize("status", [200, 400])

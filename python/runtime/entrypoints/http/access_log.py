@@ -17,7 +17,7 @@ NO_ANSWER = 499
 
 
 class AccessLog:
-    """ASGI middleware that logs method, path, status, duration, client and id of a request once its answer is complete."""
+    """ASGI middleware that logs method, path, status, duration, size, client and id of a request once its answer is complete."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -38,12 +38,14 @@ class AccessLog:
             await self.app(scope, receive, watched)
         finally:
             seconds, path = round(time.monotonic() - began, 4), scope["path"][:200].encode("unicode_escape").decode()
+            client = CURRENT_CLIENT.get().name
             shown = {
                 "method": scope["method"],
                 "path": path,
                 "status": status,
                 "seconds": seconds,
                 "bytes": sent,
-                "client": CURRENT_CLIENT.get().name,
+                "client": client,
             }
-            log.info("%s %s %d %.3f s %s", scope["method"], path, status, seconds, REQUEST_ID.get(), extra={"fields": shown})
+            what = f"{scope['method']} {path} {status}"
+            log.info("%s %.3f s %d bytes %s %s", what, seconds, sent, client or "-", REQUEST_ID.get(), extra={"fields": shown})

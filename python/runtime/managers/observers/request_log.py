@@ -11,23 +11,23 @@ log = logging.getLogger(__name__)
 
 def log_request(end: RequestEnd) -> None:
     """Log the lengths and times of one choice, never its text."""
-    name, progress = _name(end), end.progress
-    if end.finish is None:
-        log.info("%s: ended early after %.2f s", name, end.seconds, extra=_fields(end))
-        return
+    progress = end.progress
     counts = f"{progress.prompt_tokens} prompt tokens ({progress.cached_tokens} cached), {progress.completion_tokens} new"
-    times = f"{end.seconds:.2f} s, queued {progress.queue_seconds:.2f} s"
-    log.info("%s: %s, %s, %s", name, counts, end.finish.reason, times, extra=_fields(end))
+    outcome = end.finish.reason if end.finish is not None else "ended early"
+    log.info("%s: %s, %s, %.2f s (%s)", _name(end), counts, outcome, end.seconds, _phases(end), extra=_fields(end))
 
 
 def log_slow_request(min_seconds: float, end: RequestEnd) -> None:
     """Log a choice that took at least `min_seconds`, with the phase that took longest."""
     if end.seconds < min_seconds:
         return
-    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in end.phases().items())
     counts = f"{end.progress.prompt_tokens} prompt tokens, {end.progress.completion_tokens} new"
-    slowest = end.slowest_phase()
-    log.warning("slow request %s: %.2f s, most of it %s (%s); %s", _name(end), end.seconds, slowest, phases, counts, extra=_fields(end))
+    times = f"{end.seconds:.2f} s, most of it {end.slowest_phase()} ({_phases(end)})"
+    log.warning("slow request %s: %s; %s", _name(end), times, counts, extra=_fields(end))
+
+
+def _phases(end: RequestEnd) -> str:
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in end.phases().items())
 
 
 def _name(end: RequestEnd) -> str:

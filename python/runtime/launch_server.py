@@ -234,6 +234,8 @@ class _Server:
         self._stop_requested = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # neither ignored, as under nohup, nor used to read the API keys again
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hang_up)
         try:
             start = asyncio.create_task(self._runtime.start())
             await asyncio.sleep(0)  # starts the children; HTTP's modules are imported while they load
@@ -252,6 +254,11 @@ class _Server:
             self._runtime.kill()
             os._exit(128 + number)
         log.info("%s: shutting down; send it again to exit at once", signal.Signals(number).name)
+        self._stop_requested.set()
+
+    def _on_hang_up(self) -> None:
+        """Drain when the terminal closes. The kernel and the shell may both say so, so a second SIGHUP does not end the process at once."""
+        log.info("SIGHUP: shutting down")
         self._stop_requested.set()
 
     async def _answer(self, serve: Serve) -> int:

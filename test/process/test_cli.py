@@ -144,6 +144,15 @@ def test_signals_that_the_parent_blocked_or_ignored_work(model: Path) -> None:
         assert psutil.wait_procs(children, timeout=60.0)[1] == []
 
 
+def test_a_server_that_ignores_sighup_as_under_nohup_serves_on(model: Path) -> None:
+    with started(shell("exec env --ignore-signal=HUP", "", model, port := free_port()), port) as process:
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+        process.terminate()
+        assert process.wait(60.0) == 0
+
+
 def test_an_api_key_file_may_be_a_pipe(model: Path) -> None:
     with started(shell("exec", "--api-key-file <(echo sk-pipe)", model, port := free_port()), port) as process:
 

@@ -141,6 +141,18 @@ def test_a_signal_to_all_processes_drains_too(server: Server, number: signal.Sig
     assert_gone(server, children)
 
 
+def test_a_sighup_drains_and_a_second_one_does_not_cut_it_off(server: Server) -> None:
+    children = psutil.Process(server.process.pid).children()
+    stream = server.stream(100)
+    server.process.send_signal(signal.SIGHUP)
+    assert wait_until(lambda: status(server, "/ready") == 503)
+    server.process.send_signal(signal.SIGHUP)
+    assert stream.join(PATIENCE)
+    assert stream.events[-1] == "[DONE]", server.text()
+    assert server.process.wait(PATIENCE) == 0
+    assert_gone(server, children)
+
+
 def test_the_drain_is_cut_off_at_its_time_out(model: Path) -> None:
     with serving(model, "--shutdown-timeout", "0.3", behaviour="0.05") as server:
         stream = server.stream(400)

@@ -109,6 +109,12 @@ def test_a_grammar_matches_its_texts_alone(backend: GrammarBackend, kind: str, g
     assert [text for text in bad if matches(made, text)] == []
 
 
+def test_a_reference_may_name_an_anchor(llguidance: GrammarBackend) -> None:
+    made = compiled(llguidance, spec_of("json_schema", {"$ref": "#a", "$defs": {"x": {"$anchor": "a", "const": 1}}}))
+    assert matches(made, "1")
+    assert not matches(made, "2")
+
+
 def test_an_empty_sequence_matches_the_empty_text(llguidance: GrammarBackend) -> None:
     made = compiled(
         llguidance, spec_of("structural_tag", structural({"type": "or", "elements": [TAG, {"type": "sequence", "elements": []}]}))
@@ -169,6 +175,7 @@ def bytes_of(token: int) -> bytes:
         ("json_schema", {"$ref": "#"}, "refers to itself without an end"),
         ("json_schema", {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}, "refers to itself without an end"),
         ("json_schema", {"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "refers to itself without an end"),
+        ("json_schema", {"$ref": "#a"}, "Anchor 'a' does not exist"),
         ("json_schema", {"not": {}}, 'Unimplemented keys: \\["not"\\]'),
         ("json_schema", {"type": "string", "format": "json-pointer"}, "Unknown format: json-pointer"),
         ("json_schema", {"type": "array", "uniqueItems": True}, 'Unimplemented keys: \\["uniqueItems"\\]'),

@@ -94,8 +94,8 @@ def deeper_than(value: object, limit: int) -> bool:
 
 
 def referenced(root: Any, reference: str) -> Any:
-    """The schema at a pointer into the document `root`; True for any other."""
-    if not reference.startswith("#"):
+    """The schema at a pointer into the document `root`; True for any other reference, such as an anchor."""
+    if reference != "#" and not reference.startswith("#/"):
         return True
     value = root
     for step in reference[1:].split("/")[1:]:

@@ -115,6 +115,13 @@ def test_a_reference_may_name_an_anchor(llguidance: GrammarBackend) -> None:
     assert not matches(made, "2")
 
 
+@pytest.mark.parametrize("value", [2**53 - 1, 2**53 + 2, 2048 - 2**63])
+def test_large_integers_are_exact_and_defaults_may_be_larger(llguidance: GrammarBackend, value: int) -> None:
+    made = compiled(llguidance, spec_of("json_schema", {"enum": ["a", value], "default": 2**53 + 1, "examples": [2**64]}))
+    assert matches(made, str(value))
+    assert not matches(made, str(value + 1))
+
+
 def test_an_empty_sequence_matches_the_empty_text(llguidance: GrammarBackend) -> None:
     made = compiled(
         llguidance, spec_of("structural_tag", structural({"type": "or", "elements": [TAG, {"type": "sequence", "elements": []}]}))
@@ -176,6 +183,9 @@ def bytes_of(token: int) -> bytes:
         ("json_schema", {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}, "refers to itself without an end"),
         ("json_schema", {"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "refers to itself without an end"),
         ("json_schema", {"$ref": "#a"}, "Anchor 'a' does not exist"),
+        ("json_schema", {"enum": ["a", 1234567890123456789]}, "integer 1234567890123456789 in const or enum cannot be enforced exactly"),
+        ("json_schema", {"properties": {"const": {"const": {"id": [2**65]}}}}, "integer 36893488147419103232 in const"),
+        ("structural_tag", structural({"type": "json_schema", "json_schema": {"const": 2**53 + 1}}), "integer 9007199254740993 in const"),
         ("json_schema", {"not": {}}, 'Unimplemented keys: \\["not"\\]'),
         ("json_schema", {"type": "string", "format": "json-pointer"}, "Unknown format: json-pointer"),
         ("json_schema", {"type": "array", "uniqueItems": True}, 'Unimplemented keys: \\["uniqueItems"\\]'),

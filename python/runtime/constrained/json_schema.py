@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from runtime.errors import GrammarError
@@ -40,6 +41,29 @@ def load_json_schema(text: str) -> dict[str, Any]:
     if not finite:
         raise GrammarError(KIND, "It refers to itself without an end, so no finite value satisfies it.")
     return schema
+
+
+def load_for_llguidance(text: str) -> dict[str, Any]:
+    """The schema as llguidance accepts it. Raises `GrammarError` as `load_json_schema` does, and for values that llguidance would round."""
+    schema = without_notes(load_json_schema(text))
+    if rounded := next(_rounded_integers(schema), None):
+        raise GrammarError(KIND, f"The integer {str(rounded)[:40]} in const or enum cannot be enforced exactly; use a string.")
+    return schema
+
+
+def _rounded_integers(part: Any, in_value: bool = False) -> Iterator[int]:
+    """Integers in `const` and `enum` that float64, llguidance's type of numbers, does not hold. It writes those from 2^63 with zeros."""
+    if isinstance(part, int) and in_value and (abs(part) >= 2**63 or float(part) != part):
+        yield part
+    elif isinstance(part, list):
+        for inner in part:
+            yield from _rounded_integers(inner, in_value)
+    elif isinstance(part, dict):
+        for name, inner in part.items():
+            if in_value or name not in VALUES:
+                yield from _rounded_integers(inner, in_value)
+            elif name in ("const", "enum"):
+                yield from _rounded_integers(inner, in_value=True)
 
 
 def without_notes(schema: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from runtime.constrained.grammar import MaskRow, Matcher, allowed_tokens, mask_words, only_token
-from runtime.constrained.json_schema import load_json_schema, without_notes
+from runtime.constrained.json_schema import load_for_llguidance
 from runtime.constrained.structural_tag import LarkWriter, parse_structural_tag
 from runtime.constrained.vocabulary import Vocabulary
 from runtime.errors import GrammarError
@@ -57,7 +57,7 @@ class LlguidanceBackend:
 
     def _source(self, spec: GrammarSpec) -> str:
         if spec.kind == "json_schema":
-            return _json_grammar(json.dumps(without_notes(load_json_schema(spec.text))))
+            return _json_grammar(json.dumps(load_for_llguidance(spec.text)))
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(unanchored(spec.text))
         if spec.kind == "structural_tag":

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.constrained.json_schema import load_json, load_json_schema, without_notes
+from runtime.constrained.json_schema import load_for_llguidance, load_json
 from runtime.errors import GrammarError
 
 KIND = "structural_tag"
@@ -256,7 +256,7 @@ class LarkWriter:
         return " ".join(terms)
 
     def _json(self, schema: dict[str, Any] | bool) -> str:
-        checked = without_notes(load_json_schema(json.dumps(schema)))
+        checked = load_for_llguidance(json.dumps(schema))
         options = {"x-guidance": {"whitespace_pattern": self._whitespace}}
         return self._rule(f"%json {json.dumps(checked | options)}")
 

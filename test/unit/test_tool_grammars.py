@@ -20,7 +20,7 @@ from runtime.constrained.backends import make_backend
 from runtime.constrained.constraint import Constraint
 from runtime.constrained.grammar import allowed_tokens, mask_words
 from runtime.entrypoints.grammar_process import vocabulary_of
-from runtime.errors import RequestError
+from runtime.errors import GrammarError, RequestError
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import TOOL_FORMATS
 from runtime.sampling_params import GrammarSpec, SamplingParams
@@ -199,6 +199,14 @@ def test_the_grammar_refuses_text_and_unknown_functions(name: str) -> None:
     for function in SCHEMAS:
         text = text.replace(function, "absent")
     assert not accepts(grammar, text)
+
+
+def test_arguments_are_an_object_whatever_else_the_schema_allows() -> None:
+    grammar = adapted("hermes", tools={"f": {"type": ["object", "null"]}}).structural_tag or ""
+    assert accepts(grammar, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    assert not accepts(grammar, '<tool_call>\n{"name": "f", "arguments": null}\n</tool_call>')
+    with pytest.raises(GrammarError, match="nsatisfiable"):
+        compiled(adapted("hermes", tools={"f": {"type": "string"}}).structural_tag or "", "llguidance")
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))

@@ -45,8 +45,16 @@ def optional(part: Format) -> Format:
 
 
 def object_schema(schema: Schema) -> Schema:
-    """The schema of a function's arguments object; a function without a schema has no arguments."""
-    return {"type": "object", **schema} if schema else {"type": "object", "properties": {}, "additionalProperties": False}
+    """The schema of a function's arguments object; a function without a schema has no arguments.
+
+    A schema that allows other types too allows only objects here; the compiler refuses a schema that allows no object.
+    """
+    if not schema:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    kinds = schema.get("type", "object")
+    if kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
+        return {**schema, "type": "object"}
+    return {"type": "object", "allOf": [{"type": kinds}]}
 
 
 def members(node: Schema, write: Callable[[str, object], Format]) -> list[Format]:

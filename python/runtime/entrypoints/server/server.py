@@ -39,8 +39,6 @@ from runtime.version import __version__
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-log = logging.getLogger(__name__)
-
 CORS = {
     "allow_methods": ("GET", "POST", "DELETE"), "allow_headers": ("*",), "expose_headers": (IGNORED_HEADER, HEADER, "Retry-After"),
 }  # fmt: skip

@@ -62,8 +62,9 @@ def _bound(schemas: dict[str, Any], manager: TokenizerManager) -> None:
     for title, schema in schemas.items():
         fields = schema.get("properties", {})
         for name in fields.keys() & highest.keys():
-            for number in () if title == "MessagesBody" else _numbers(fields[name]):  # /v1/messages reduces max_tokens to the context
-                number["maximum"] = highest[name]
+            for node in () if title == "MessagesBody" else _objects(fields[name]):  # /v1/messages reduces max_tokens to the context
+                if node.get("type") == "integer" and "maximum" in node:
+                    node["maximum"] = highest[name]
         if "logit_bias" in fields:
             fields["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": f"^0*({up_to(vocab_size - 1)})$", "maxLength": 9}
     if not config.server.trust_request_chat_template:
@@ -75,12 +76,12 @@ def _bound(schemas: dict[str, Any], manager: TokenizerManager) -> None:
         state["speculative_synthetic_accept_length"] = {"type": "null"}
 
 
-def _numbers(node: Any) -> Iterator[dict[str, Any]]:
-    """The bounded integers among the alternatives and items of a field."""
-    if isinstance(node, dict) and node.get("type") == "integer" and "maximum" in node:
-        yield node
-    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from _numbers(inner)
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value, itself included."""
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _objects(inner)
 
 
 def up_to(highest: int) -> str:
@@ -95,14 +96,9 @@ def up_to(highest: int) -> str:
     return "|".join([*shorter, *same, digits])
 
 
-def _restore_int64(node: Any) -> None:
+def _restore_int64(schemas: dict[str, Any]) -> None:
     """Write bounds as integers. FastAPI writes them as floats, and the largest int64 as a float exceeds int64."""
-    if isinstance(node, list):
-        for inner in node:
-            _restore_int64(inner)
-    elif isinstance(node, dict):
+    for node in _objects(schemas):
         for key in node.keys() & {"minimum", "maximum"}:
             if isinstance(node[key], float) and node[key].is_integer():
                 node[key] = min(int(node[key]), 2**63 - 1)
-        for inner in node.values():
-            _restore_int64(inner)

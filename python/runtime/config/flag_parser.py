@@ -295,20 +295,14 @@ def _docstrings() -> dict[str, str]:
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    add = functools.partial(group.add_argument, *flag.spellings, dest=flag.name, help=flag.help)
     if flag.kind is bool:
         # The value is optional, so that the command line can also disable what the file enables.
-        group.add_argument(*flag.spellings, dest=flag.name, nargs="?", const=True, type=_truth, metavar="true|false", help=flag.help)
+        add(nargs="?", const=True, type=_truth, metavar="true|false")
     elif flag.kind is tuple:
-        group.add_argument(*flag.spellings, dest=flag.name, nargs="+", type=int, metavar=flag.metavar, help=flag.help)
+        add(nargs="+", type=int, metavar=flag.metavar)
     else:
-        action = group.add_argument(
-            *flag.spellings,
-            dest=flag.name,
-            type=functools.partial(_spelled, flag),
-            choices=flag.choices,
-            metavar=flag.metavar,
-            help=flag.help,
-        )
+        action = add(type=functools.partial(_spelled, flag), choices=flag.choices, metavar=flag.metavar)
         if flag.metavar == "PATH":
             action.complete = shtab.FILE  # type: ignore[attr-defined]
 

@@ -14,7 +14,7 @@ from runtime.config.flag_parser import from_fields
 from runtime.config.resolve import check
 from runtime.entrypoints import prepare
 from runtime.entrypoints.engine_call import read_call
-from runtime.entrypoints.native.call import native_call
+from runtime.entrypoints.native.output import native_call
 from runtime.errors import ConfigError
 from runtime.model_files.model_source import ModelSource
 from runtime.models.hf_config import recommended_sampling

@@ -1,21 +1,23 @@
-"""The outputs of /generate and of the offline engine, in SGLang's form."""
+"""A call of /generate or of the offline engine, and its outputs in SGLang's form."""
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from msgspec import structs
 
-from runtime.entrypoints.generations import Generations
-from runtime.entrypoints.native.call import native_call
+from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
+from runtime.managers.generation import RequestOptions
 from runtime.managers.messages import TextOut, TokenLogprobs
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.sampling_params import SamplingDefaults, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 
 
@@ -83,6 +85,38 @@ class Outputs:
 
     def _top(self, top: Top) -> list[list[Any]]:
         return self._triples([token for token, _ in top], [value for _, value in top])
+
+
+def native_call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
+    """The call for `body`; `defaults` apply to sampling fields that are absent."""
+    prompts, asked = body.prompts, body.logprobs
+    return Call(
+        name=body.rid if isinstance(body.rid, str) else "",
+        prompts=prompts,
+        sampling=[one.params(defaults) for one in body.samplings],
+        rids=_rids(body.rid, len(prompts)),
+        options=RequestOptions(
+            n=body.n,
+            stream=body.stream,
+            top_logprobs=max(one.top for one in asked),
+            prompt_logprobs=any(one.start >= 0 for one in asked),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            continues_prompt=True,
+            running_counts=body.stream,
+        ),
+        prompt_only=[index for index, one in enumerate(body.samplings) if one.only_prompt],
+        params={"prompt": body.prompt_field} | {name: f"sampling_params.{name}" for name in SamplingParams.__struct_fields__},
+    )
+
+
+def _rids(given: str | list[str] | None, count: int) -> list[str]:
+    """One request id per prompt."""
+    if isinstance(given, list):
+        return given
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    return [given] if count == 1 else [f"{given}-{index}" for index in range(count)]
 
 
 def _grown(out: TextOut, update: TextOut) -> TextOut:

@@ -9,7 +9,7 @@ from annotated_types import Interval
 from pydantic import BaseModel, Field, model_validator
 
 from runtime.entrypoints.http.body import Body, Int64, Name, StopText, Unused, items
-from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
+from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, type_needs
 from runtime.entrypoints.openai.messages import LEFT_OUT, MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName
 from runtime.entrypoints.openai.response_protocol import Shown
@@ -51,10 +51,7 @@ class Block(Body):
 
     OTHER_TYPES = TEXT_PARTS_ONLY
 
-    RULES = (
-        any_of(unless("type", "tool_use"), has("id", "input", name=TEXT)),
-        any_of(unless("type", "tool_result"), has("tool_use_id")),
-    )
+    RULES = (type_needs("tool_use", "id", "input", name=TEXT), type_needs("tool_result", "tool_use_id"))
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     content: str | Annotated[list[ResultBlock], items(0, MAX_MESSAGES)] = ""
@@ -128,7 +125,7 @@ class Tool(Body):
 class ToolChoice(Body):
     """Which tools the model may or must use."""
 
-    RULES = (any_of(unless("type", "tool"), has("name")),)
+    RULES = (type_needs("tool", "name"),)
 
     type: Literal["auto", "any", "tool", "none"]
     disable_parallel_tool_use: bool = False

@@ -24,14 +24,14 @@ def lacks(*names: str, **fields: Json) -> Json:
     return {"properties": {**dict.fromkeys(names, NULL), **fields}}
 
 
-def unless(field: str, *values: str) -> Json:
-    """`field` is absent or has none of these values."""
-    return lacks(**{field: {"not": {"enum": list(values)}}})
-
-
 def any_of(*rules: Json) -> Json:
     """At least one of the rules holds."""
     return {"anyOf": list(rules)}
+
+
+def type_needs(kind: str, *names: str, **fields: Json) -> Json:
+    """A body whose `type` is `kind` has these fields; the arguments are those of `has`."""
+    return any_of(lacks(type={"not": {"enum": [kind]}}), has(*names, **fields))
 
 
 def one_of(*rules: Json) -> Json:

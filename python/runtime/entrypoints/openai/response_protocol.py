@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Int64, Name, SamplingFields, TopLogprobs, Unused, entries, items, unsupported_type
-from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
+from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, type_needs
 from runtime.entrypoints.openai.messages import LEFT_OUT, MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName, ReasoningEffort, TemplateKwargs
 from runtime.entrypoints.openai.tools import MAX_TOOLS, FunctionName, JsonSchema
@@ -85,9 +85,9 @@ class InputItem(Body):
     OTHER_TYPES = f"use one of {', '.join(map(shown, get_args(ItemType)))}"
     RULES = (
         any_of(has(type={"enum": ["function_call", "function_call_output", "reasoning", "item_reference"]}), has("role")),
-        any_of(unless("type", "item_reference"), has("id")),
-        any_of(unless("type", "function_call"), has("call_id", "arguments", name=TEXT)),
-        any_of(unless("type", "function_call_output"), has("call_id", "output")),
+        type_needs("item_reference", "id"),
+        type_needs("function_call", "call_id", "arguments", name=TEXT),
+        type_needs("function_call_output", "call_id", "output"),
     )
 
     type: ItemType = "message"
@@ -144,7 +144,7 @@ class ResponseTool(FunctionTool):
     OTHER_TYPES = 'use "function" or "namespace"'
     RULES = (
         any_of(has(type={"enum": ["web_search", "web_search_preview"]}), has("name")),
-        any_of(unless("type", "namespace"), has(tools=ITEMS)),
+        type_needs("namespace", tools=ITEMS),
     )
 
     type: Literal["function", "namespace", "web_search", "web_search_preview"]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -167,7 +167,7 @@ class ResponseTool(FunctionTool):
 class ChosenTool(Body):
     """A choice among the tools: one function, or some of them."""
 
-    RULES = (any_of(unless("type", "function"), has(name=TEXT)), any_of(unless("type", "allowed_tools"), has(tools=ITEMS)))
+    RULES = (type_needs("function", name=TEXT), type_needs("allowed_tools", tools=ITEMS))
 
     type: Literal["function", "allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -185,7 +185,7 @@ class AllowedTool(Body):
 class TextFormat(Body):
     """The format of the answer: free text, any JSON object, or JSON that satisfies a schema."""
 
-    RULES = (any_of(unless("type", "json_schema"), has("schema")),)
+    RULES = (type_needs("json_schema", "schema"),)
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, Len(0, 64)] | None = None

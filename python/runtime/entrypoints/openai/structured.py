@@ -9,7 +9,7 @@ from annotated_types import Len
 from pydantic import Field, model_validator
 
 from runtime.entrypoints.http.body import Body, Constraint, GrammarText, JsonSchema, Regex, SamplingFields, Unused, items, schema_text
-from runtime.entrypoints.http.field_rules import TRUE, any_of, at_most_one, has, unless
+from runtime.entrypoints.http.field_rules import TRUE, at_most_one, has, type_needs
 from runtime.errors import RequestError
 
 MAX_CHOICES = 1024
@@ -34,7 +34,7 @@ class NamedSchema(Body):
 class ResponseFormat(Body):
     """The format of the answer: free text, any JSON object, JSON that satisfies a schema, or a structural tag."""
 
-    RULES = (any_of(unless("type", "json_schema"), has("json_schema")),)
+    RULES = (type_needs("json_schema", "json_schema"),)
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None

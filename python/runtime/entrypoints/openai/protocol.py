@@ -92,12 +92,10 @@ class OpenAIBody(ConstrainedFields, RoutingFields):
     prompt_cache_retention: Unused = None
     rid: Unused = None
     safety_identifier: Unused = None
-    separate_reasoning: Unused = None
     service_tier: Unused = None
     session_id: Unused = None
     store: Unused = None
     stream_interval: Unused = None
-    stream_reasoning: Unused = None
     user: Unused = None
     verbosity: Unused = None
 
@@ -134,8 +132,8 @@ class ChatBody(OpenAIBody):
     max_tokens: NewTokens | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: ReasoningEffort | None = None
-    separate_reasoning: bool = True  # pyright: ignore[reportIncompatibleVariableOverride]
-    stream_reasoning: bool = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
     tool_choice: ToolChoice = "auto"
     tools: Tools = Field(default_factory=list)
     top_logprobs: TopLogprobs | None = None
@@ -208,6 +206,8 @@ class CompletionBody(OpenAIBody):
     logprobs: TopLogprobs | None = None
     max_tokens: Annotated[int, Interval(ge=0, le=MAX_TOKENS)] = DEFAULT_COMPLETION_TOKENS
     no_stop_trim: bool = False
+    separate_reasoning: Unused = None
+    stream_reasoning: Unused = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> CompletionBody:

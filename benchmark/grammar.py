@@ -25,8 +25,7 @@ from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
 from runtime.constrained.backends import make_backend
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import allowed_tokens, mask_words
-from runtime.constrained.vocabulary import Vocabulary
+from runtime.constrained.grammar import Vocabulary, allowed_tokens, mask_words
 from runtime.constrained.window_masks import WindowMasks
 from runtime.sampling_params import GrammarSpec
 from runtime.text.tokenizer import Tokenizer

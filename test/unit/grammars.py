@@ -16,8 +16,7 @@ from tokenizers.trainers import BpeTrainer
 
 from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
-from runtime.constrained.grammar import GrammarBackend, Matcher
-from runtime.constrained.vocabulary import Vocabulary
+from runtime.constrained.grammar import GrammarBackend, Matcher, Vocabulary
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.entrypoints.grammar_process import vocabulary_of
 from runtime.managers.messages import Finish, GenerateReq, TokensOut, TokensOutBatch

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.constrained.grammar import GrammarBackend
-from runtime.constrained.vocabulary import Vocabulary
+from runtime.constrained.grammar import GrammarBackend, Vocabulary
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:

@@ -12,10 +12,9 @@ import re
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from runtime.constrained.grammar import MaskRow, Matcher, allowed_tokens, mask_words, only_token
+from runtime.constrained.grammar import MaskRow, Matcher, Vocabulary, allowed_tokens, mask_words, only_token
 from runtime.constrained.json_schema import load_for_llguidance
 from runtime.constrained.structural_tag import LarkWriter, parse_structural_tag
-from runtime.constrained.vocabulary import Vocabulary
 from runtime.errors import GrammarError
 from runtime.sampling_params import GrammarSpec
 

@@ -11,10 +11,9 @@ import msgspec
 import numpy as np
 import xgrammar
 
-from runtime.constrained.grammar import MaskRow, Matcher, mask_words
+from runtime.constrained.grammar import MaskRow, Matcher, Vocabulary, mask_words
 from runtime.constrained.json_schema import load_json_schema
 from runtime.constrained.structural_tag import parse_structural_tag
-from runtime.constrained.vocabulary import Vocabulary
 from runtime.errors import GrammarError
 from runtime.sampling_params import GrammarSpec
 

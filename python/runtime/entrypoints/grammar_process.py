@@ -12,9 +12,8 @@ import msgspec
 import setproctitle
 
 from runtime.constrained.backends import make_backend
-from runtime.constrained.grammar import GrammarBackend
+from runtime.constrained.grammar import GrammarBackend, Vocabulary
 from runtime.constrained.trial import GrammarTrial
-from runtime.constrained.vocabulary import Vocabulary
 from runtime.entrypoints.kept_memory import freeze_gc, give_back_memory
 from runtime.errors import ConfigError
 from runtime.text.tokenizer import Tokenizer

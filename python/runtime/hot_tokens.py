@@ -112,11 +112,10 @@ def hottest(counts: Counter[int], size: int, always: Iterable[int]) -> list[int]
     """
     hot = set(itertools.islice(always, size))
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    for token in itertools.chain(ranked, itertools.count()):
-        if len(hot) == size:
-            return sorted(hot)
-        hot.add(token)
-    raise AssertionError("there are enough ids")
+    tokens = itertools.chain(ranked, itertools.count())
+    while len(hot) < size:
+        hot.add(next(tokens))
+    return sorted(hot)
 
 
 def covered(answers: Iterable[Sequence[int]], hot: Iterable[int]) -> float:

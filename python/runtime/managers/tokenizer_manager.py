@@ -289,8 +289,8 @@ class TokenizerManager:
 
     async def _call(self, what: ControlCall, expected: type[R], folder: str = "", speculation: SpeculationChange = UNCHANGED) -> R:
         """Make one call to the scheduler; raises its error with its status."""
-        if not self.health.alive():
-            raise WorkerDied(self.health.dead or "scheduler")
+        if self.health.dead is not None:
+            raise WorkerDied(self.health.dead)
         call_id = f"call-{next(self._serial)}"
         reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
@@ -313,7 +313,7 @@ class TokenizerManager:
         self.health.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
-        except (TimeoutError, asyncio.TimeoutError):
+        except asyncio.TimeoutError:
             return False
         return True
 
@@ -405,9 +405,7 @@ class TokenizerManager:
         self.charge(generation.client, len(generation.prompt_ids))
 
     def _end(self, choice_rid: str, finish: Finish | None) -> None:
-        choice = self._open.pop(choice_rid, None)
-        if choice is None:
-            return
+        choice = self._open.pop(choice_rid)
         generation = choice.generation
         generation.choice_rids.discard(choice_rid)
         self._capacity.add(generation.client, -1, 0 if generation.choice_rids else -len(generation.prompt_ids))

@@ -20,7 +20,7 @@ class Health:
 
     def ready(self) -> bool:
         """Whether a new request would be accepted."""
-        return self.alive() and self.warm and not self.draining
+        return not self.reason
 
     @property
     def reason(self) -> str:

@@ -93,13 +93,9 @@ class Inbox(_Bound[M]):
     def __init__(self, folder: str | os.PathLike[str], name: EndName, types: Any) -> None:
         super().__init__(zmq.Context(), folder, name, types)
 
-    def receive(self, timeout: float | None = 0.0) -> M | None:
-        """The next message, or None if none comes within `timeout` seconds. Invalid frames are logged and skipped.
-
-        A timeout of 0 does not wait; None waits without limit.
-        """
-        wait_ms = None if timeout is None else round(timeout * 1000)
-        while self._socket.poll(wait_ms, zmq.POLLIN):
+    def receive(self, timeout: float = 0.0) -> M | None:
+        """The next message, or None if none comes within `timeout` seconds; 0 does not wait. Invalid frames are logged and skipped."""
+        while self._socket.poll(round(timeout * 1000), zmq.POLLIN):
             message = self._codec.decode_or_log(self._socket.recv(zmq.NOBLOCK))
             if message is not None:
                 return message

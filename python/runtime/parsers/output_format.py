@@ -88,8 +88,6 @@ class OutputFormat:
 
     def shown_ids(self, request: OutputRequest) -> tuple[int, ...]:
         """The ids of control tokens that the parser needs in the text."""
-        if self._harmony is not None:
-            return ()
         tags = [*(self._thinking.tags if self._thinking else ()), *(self._calls.tags if self._calls and request.tools else ())]
         ids = [self._tokenizer.token_id(each) for each in tags]
         return tuple(dict.fromkeys(token for token in ids if token in self._tokenizer.special_ids))

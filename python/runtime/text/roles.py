@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from runtime.text.tool_prompt import Message, Render, TemplateTraits, called, rendered
+from runtime.text.tool_prompt import USER, Message, Render, TemplateTraits, called, rendered
 
 _FIRST, _TEXT = "probe_first", "probe_text"
-_USER, _ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
+_ASSISTANT = {"role": "assistant", "content": "x"}
 _BLANK_ASSISTANT, _BLANK_USER = {"role": "assistant", "content": " "}, {"role": "user", "content": " "}
 """Blank messages; some templates reject empty ones."""
 
@@ -40,14 +40,14 @@ class RoleTraits:
             return text in rendered(render, messages)
 
         first, last = {"role": "system", "content": _FIRST}, {"role": "system", "content": _TEXT}
-        user, assistant = {**_USER, "content": _TEXT}, {**_ASSISTANT, "content": _TEXT}
-        both = (first, _USER, _ASSISTANT, last, _USER)
-        pairs = {"user": (_USER, user), "assistant": (_USER, _ASSISTANT, assistant, _USER)}
+        user, assistant = {**USER, "content": _TEXT}, {**_ASSISTANT, "content": _TEXT}
+        both = (first, USER, _ASSISTANT, last, USER)
+        pairs = {"user": (USER, user), "assistant": (USER, _ASSISTANT, assistant, USER)}
         call = called({} if traits.argument_objects else "{}", "x")
         return cls(
             system=traits.takes_system,
             later_system=shows(_FIRST, *both) and shows(_TEXT, *both),
-            assistant_first=shows(_TEXT, assistant, _USER),
+            assistant_first=shows(_TEXT, assistant, USER),
             successive=frozenset(role for role, pair in pairs.items() if shows(_TEXT, *pair)),
             blank_after_tool=not shows(_TEXT, *call, user) and shows(_TEXT, *call, _BLANK_ASSISTANT, user),
         )

@@ -77,7 +77,10 @@ class LatentRows:
 
 
 class BlockOps(Protocol):
-    """The operations that models call. T tokens; activations in the model's dtype."""
+    """The operations that models call. T tokens; activations in the model's dtype.
+
+    A subclass inherits what a device without kernels for a special case does.
+    """
 
     def embed(
         self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False
@@ -195,8 +198,8 @@ class BlockOps(Protocol):
         ...
 
     def project_queries(self, latent: LatentRows, q_proj: Linear, q_norm: RMSNorm) -> torch.Tensor | None:
-        """`q_proj(q_norm(latent))`, [T, H * query_dim], if `project_latent` has prepared the norm."""
-        ...
+        """`q_proj(q_norm(latent))`, [T, H * query_dim], if `project_latent` has prepared the norm; by default it does not."""
+        return None
 
     def write_latent(
         self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
@@ -236,7 +239,7 @@ class BlockOps(Protocol):
         self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, new: NewRows
     ) -> torch.Tensor | None:
         """`absorb`, and the KV rows as by `write_latent`, in one kernel; None, with nothing written, if no kernel can."""
-        ...
+        return None
 
     def project_values(self, attended: torch.Tensor, value: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """Values of each head from its weighted sum of latents.
@@ -269,11 +272,11 @@ class BlockOps(Protocol):
 
     def candidate_head(self, head: Linear) -> CandidateHead | None:
         """A draft's LM head with a copy in 8 bits, which `autotune` drops if it is never faster; None where it cannot be."""
-        ...
+        return None
 
     def bounded_head(self, head: Linear) -> BoundedHead | None:
         """An LM head with a copy in int8 that proves its argmax, which `autotune` drops if it is never faster; None where it cannot be."""
-        ...
+        return None
 
     def greedy_by_copy(
         self, x: torch.Tensor, head: HeadWithCopy, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None
@@ -281,9 +284,9 @@ class BlockOps(Protocol):
         """int64 [N], written to `tokens` if given: the argmax of each row of `logits(x, head.own)`, for a head with candidates nearly
         always.
 
-        `logits` float32 [N, vocab] receives at least the logits of these tokens if given.
+        `logits` float32 [N, vocab] receives at least the logits of these tokens if given. By default all tokens are scored.
         """
-        ...
+        return self.greedy(x, head.own, tokens, logits)
 
     def autotune(
         self, gemms: Iterable[Gemm], rows: Iterable[int], others: Runs = (), prompt_rows: Iterable[int] = (), timer: PassTimer | None = None
@@ -300,4 +303,4 @@ class BlockOps(Protocol):
         Returns:
             A line per GEMM, for the log and the server's info; empty if there is nothing to choose.
         """
-        ...
+        return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 
 import torch
 from torch.nn import functional as F
@@ -11,28 +10,25 @@ from torch.nn import functional as F
 from runtime.layers.absorption import absorb_by_bmm, project_by_bmm
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
-from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
-from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.gemm.gemm import Gemm, PassTimer
 from runtime.layers.kernels.argmax import argmax
-from runtime.layers.latent_heads import LatentHeads, NewRows
+from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.moe.definition import route, run_experts
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
-from runtime.layers.ops import LatentRows, Runs, Stream
+from runtime.layers.ops import BlockOps, LatentRows, Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.quantization.fp8 import E4M3_MAX
 from runtime.layers.rope import Rope, RopeFactors, RotaryHeads
 from runtime.layers.row_norms import RowNorms
 
 
-class TorchOps:
-    """`BlockOps` without fusion. Stateless; norms, activations and additions are computed in float32."""
+class TorchOps(BlockOps):
+    """The block operations without fusion. Stateless; norms, activations and additions are computed in float32."""
 
     def embed(
         self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False
@@ -144,9 +140,6 @@ class TorchOps:
         """`linear(norm(h))`."""
         return LatentRows(self.norm_linear(stream, norm, linear))
 
-    def project_queries(self, latent: LatentRows, q_proj: Linear, q_norm: RMSNorm) -> torch.Tensor | None:
-        """None: `project_latent` prepares no norm."""
-
     def write_latent(
         self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,11 +165,6 @@ class TorchOps:
         self.rotate(q[..., heads.nope_dim :], heads.rope, positions, query[..., heads.kv_rank :])
         return query
 
-    def absorb_and_write(
-        self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, new: NewRows
-    ) -> torch.Tensor | None:
-        """None: rows are written first."""
-
     def project_values(self, attended: torch.Tensor, value: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """Values of each head, [T, H, value_dim]."""
         return project_by_bmm(attended, value, in_prompt)
@@ -198,26 +186,6 @@ class TorchOps:
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
         """The argmax of each row of `logits(x, head)`, int64 [N]; written to `tokens` if given, the logits to `logits` if given."""
         return argmax(self.logits(x, head, logits), tokens)
-
-    def candidate_head(self, head: Linear) -> CandidateHead | None:
-        """None: every token is scored with the head's own weights."""
-        return None
-
-    def bounded_head(self, head: Linear) -> BoundedHead | None:
-        """None: every token is scored with the head's own weights."""
-        return None
-
-    def greedy_by_copy(
-        self, x: torch.Tensor, head: HeadWithCopy, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head.own)`, int64 [N]; tokens and logits are written if given."""
-        return self.greedy(x, head.own, tokens, logits)
-
-    def autotune(
-        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Runs = (), prompt_rows: Iterable[int] = (), timer: PassTimer | None = None
-    ) -> dict[str, str]:
-        """Do nothing: torch has no kernels to choose from."""
-        return {}
 
 
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

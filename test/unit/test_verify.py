@@ -15,7 +15,6 @@ from runtime.model_executor.accept_rules import (
     accept_chain_greedy,
     accept_chain_sampled,
     accept_chain_synthetic,
-    accept_lens_greedy,
     accept_tree,
     compaction,
     tree_targets_sampled,
@@ -71,7 +70,7 @@ def committed(accept_lens: torch.Tensor, tokens: torch.Tensor) -> list[list[int]
 def test_accept_lens_follow_the_definition(seed: int) -> None:
     draft, target = (torch.randint(0, 2, (8, 5), generator=generator(seed + 100 * i)) for i in range(2))
     expected = [slow_accept_len(d, t) for d, t in zip(draft.tolist(), target.tolist(), strict=True)]
-    lens = accept_lens_greedy(draft, target)
+    lens, _ = accept_chain_greedy(draft, target)
     assert lens.tolist() == expected
     assert lens.dtype == torch.int32
 

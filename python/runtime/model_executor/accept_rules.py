@@ -59,28 +59,20 @@ class DraftProbs:
     to_draft: torch.Tensor | None = None
 
 
-def accept_lens_greedy(draft_BD: torch.Tensor, target_BD: torch.Tensor) -> torch.Tensor:
-    """Count the tokens that greedy chain verification commits, per request.
+def accept_chain_greedy(draft_BD: torch.Tensor, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept drafts that equal the target's own choices.
 
     Args:
         draft_BD: int64 [B, D]. Column 0 is the last committed token, the rest are drafts.
         target_BD: int64 [B, D]. The target's argmax after each column of `draft_BD`.
 
     Returns:
-        int32 [B], each in 1..D: the accepted drafts and the bonus token.
+        accept lengths int32 [B] in 1..D, the accepted drafts and the bonus token; and the committed tokens int64 [B, D], which are
+        `target_BD`; columns past the accept length are padding.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, the greedy case.
     """
-    return _prefix_lens(draft_BD[:, 1:] == target_BD[:, :-1])
-
-
-def accept_chain_greedy(draft_BD: torch.Tensor, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept lengths int32 [B] and the committed tokens int64 [B, D] in order; columns past the accept length are
-    padding.
-
-    The committed tokens are the target's own choices: along the accepted prefix they equal the drafts.
-    """
-    return accept_lens_greedy(draft_BD, target_BD), target_BD
+    return _prefix_lens(draft_BD[:, 1:] == target_BD[:, :-1]), target_BD
 
 
 def accept_chain_sampled(

@@ -13,14 +13,9 @@ CALLS, REPLAYS = 8, 5
 
 
 class KernelChoices:
-    """The choices made so far, kept for the life of a model. All ranks of `group` must ask in the same order; they get the same answers.
-
-    Attributes:
-        report: a line for each kind of pass, for the log.
-    """
+    """The choices made so far, kept for the life of a model. All ranks of `group` must ask in the same order; they get the same answers."""
 
     def __init__(self, group: ParallelGroup = ALONE) -> None:
-        self.report: dict[str, str] = {}
         self._group = group
         self._chosen: dict[Hashable, str] = {}
 
@@ -29,7 +24,6 @@ class KernelChoices:
         if key not in self._chosen:
             name, line = self._group.agree(_measure(runs) if self._group.rank == 0 else ("", ""))
             self._chosen[key] = name
-            self.report[" ".join(map(str, key))] = line
             log.info("attention %s: %s", " ".join(map(str, key)), line)
         return self._chosen[key]
 

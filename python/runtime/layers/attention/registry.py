@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from dataclasses import replace
 
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps, AttentionNeeds, unsupported
@@ -41,9 +41,8 @@ def backend_class(name: str) -> type[AttentionBackend]:
 
 
 def _load(name: str, path: str) -> type[AttentionBackend]:
-    module, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return pkgutil.resolve_name(path)
     except ImportError as error:
         raise ConfigError(
             f"--attention-backend {name} is not available: {error}; install the 'cuda' extra, or use --attention-backend torch_native"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from runtime.config.kernel_configs import FragmentConfig, FullyResidentConfig, ResidentConfig
 from runtime.layers.attention.base import AttentionSpec
-from runtime.layers.attention.flash_prompts import attend_prompts
 from runtime.layers.attention.kernels import absorb_queries, absorbed_gemms
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
@@ -74,5 +74,10 @@ class CudaLatentOps:
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Causal attention of whole prompts, one after another: [T, H, value_dim]."""
-        return attend_prompts(q, k, v, layer.scale, batch)
+        """Causal attention of whole prompts, one after another: [T, H, value_dim]. The kernel needs keys and values of equal width."""
+        assert batch.extend_lens is not None, "a pass of prompts"
+        value_dim = v.shape[2]
+        v = F.pad(v, (0, q.shape[2] - value_dim)) if value_dim < q.shape[2] else v
+        parts = zip(*(x.transpose(0, 1).split(batch.extend_lens.tolist(), dim=1) for x in (q, k, v)), strict=True)
+        outs = [F.scaled_dot_product_attention(*(x[None] for x in one), is_causal=True, scale=layer.scale)[0] for one in parts]
+        return torch.cat(outs, dim=1).transpose(0, 1)[..., :value_dim]

@@ -30,7 +30,7 @@ from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import BuildOptions
 from runtime.models.config import FullAttention, ModelConfig
 from runtime.sampling_params import SamplingParams
-from runtime.speculative.draft_group import draft_group
+from runtime.speculative.draft_loader import draft_group
 from runtime.speculative.registry import make_drafter
 from unit.driver import GREEDY, Driver, EveryNth
 from unit.predicting import RUNTIME, calm, draft_folder, model_config, teach

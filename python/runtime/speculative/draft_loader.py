@@ -7,17 +7,19 @@ from typing import Protocol, TypeVar, cast
 
 import torch
 
+from runtime.config.device_tuning import DeviceTuning
 from runtime.config.runtime_config import SpeculativeConfig
-from runtime.distributed.parallel_group import ParallelGroup
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.errors import ConfigError
 from runtime.model_executor.context import WorkerContext
 from runtime.model_executor.model_loader import Loadable, load_weights
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.models.config import ModelConfig
+from runtime.models.context import ModelContext
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_head import DraftHead
+from runtime.models.sharing import faster_replicated
 from runtime.models.token_map import load_token_map
-from runtime.speculative.draft_group import draft_group
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,19 @@ def read_token_map(context: WorkerContext) -> torch.Tensor | None:
 def sharing_ranks(context: WorkerContext, draft: ModelConfig, target: DecoderModel) -> ParallelGroup:
     """The ranks that share the blocks of `draft`."""
     return draft_group(context.speculative.draft_tp_size, draft, target.context, context.config.device.tuning)
+
+
+def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext, tuning: DeviceTuning) -> ParallelGroup:
+    """The ranks that share the blocks of `draft`. `asked`: the flag; 1 replicates, None decides by size.
+
+    A sharded block reads fewer weights but needs two all-reduces, so small dense blocks are faster replicated on GPUs. All ranks make the
+    same choice. The LM head is always sharded: its exchange carries one token per row.
+    """
+    replicated = asked == 1
+    if asked is None and target.device.type != "cpu" and draft.moe is None:
+        sum_bytes = tuning.nccl_sum_bytes if target.group.fused is None else tuning.sum_bytes
+        replicated = faster_replicated(draft, target.group.size, sum_bytes)
+    return ALONE if replicated else target.group
 
 
 def loaded(context: WorkerContext, draft: Draft) -> tuple[Draft, ModelRunner, SpeculativeConfig]:

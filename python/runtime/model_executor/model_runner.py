@@ -16,7 +16,7 @@ from runtime.layers.attention.self_check import check_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.output_arena import OutputArena
-from runtime.models.decoder import DecoderModel
+from runtime.models.decoder import DecoderModel, States
 
 
 class ModelRunner:
@@ -72,9 +72,7 @@ class ModelRunner:
         self.backend = build_backend(self.attention, self._shape, self.kv_pool, self._page_table)
         self.model.bind(self.kv_pool, self.backend)
 
-    def extend(
-        self, batch: ForwardBatch, aux_layers: tuple[int, ...] = (), wanted: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def extend(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = (), wanted: torch.Tensor | None = None) -> States:
         """Plan and run an EXTEND batch eagerly; arguments and results as for `DecoderModel.forward`."""
         assert batch.mode is ForwardMode.EXTEND
         plan_pass(self.backend, batch)

@@ -19,7 +19,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec
-from runtime.models.decoder import DecoderModel
+from runtime.models.decoder import DecoderModel, States
 
 SIZES = (32, 64, 128, 192, *range(256, 1024, 128), *range(1024, 2049, 256))
 """Token counts that may be captured. Padding to the next one costs less than launching kernels one by one. With more tokens, attention's
@@ -128,7 +128,7 @@ class ShortPrompts:
         """Tokens of the largest graph over one prompt; 0 if none could be captured."""
         return max(self.runner.sizes, default=0)
 
-    def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def run(self, batch: ForwardBatch) -> States | None:
         """Outside the graph. Fill, plan and replay a ragged EXTEND batch.
 
         Returns:
@@ -150,9 +150,7 @@ class ShortPrompts:
             return self._replay(batch, 0, 0, lens[0], sizes[0])
         return self._replay_all(batch, lens, sizes)
 
-    def _replay_together(
-        self, runner: GraphRunner, batch: ForwardBatch, lens: list[int], size: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _replay_together(self, runner: GraphRunner, batch: ForwardBatch, lens: list[int], size: int) -> States:
         """Run all requests at `size` tokens; views of the runner's outputs.
 
         Unused slots have no tokens. The last slot has the padding: a prompt of the padding row, which reads and writes only page 0.
@@ -176,7 +174,7 @@ class ShortPrompts:
         ends = zip(batch.seq_len_bounds.tolist(), lens, sizes, strict=True)
         return all(seq_len - length + size <= self._positions for seq_len, length, size in ends)
 
-    def _replay_all(self, batch: ForwardBatch, lens: list[int], sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _replay_all(self, batch: ForwardBatch, lens: list[int], sizes: list[int]) -> States:
         """Results of all requests, concatenated; copied, since each replay overwrites the previous result."""
         whole: list[torch.Tensor] = []
         start = 0
@@ -186,9 +184,9 @@ class ShortPrompts:
             for kept, part in zip(whole, parts, strict=True):
                 kept[start : start + length].copy_(part)
             start += length
-        return whole[0], whole[1] if len(whole) > 1 else None
+        return States(whole[0], whole[1] if len(whole) > 1 else None)
 
-    def _replay(self, batch: ForwardBatch, i: int, start: int, length: int, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _replay(self, batch: ForwardBatch, i: int, start: int, length: int, size: int) -> States:
         """Run request `i`, whose `length` tokens begin at `start`, at `size`; views of the runner's outputs."""
         padded = self.runner.batch(size)
         _copy_tokens(batch, padded, slice(start, start + length))
@@ -208,7 +206,7 @@ def _copy_tokens(batch: ForwardBatch, padded: ForwardBatch, chunk: slice) -> Non
     padded.out_cache_loc[length:].zero_()
 
 
-def _states(outputs: Outputs, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The hidden states and auxiliary states of the first `count` tokens."""
+def _states(outputs: Outputs, count: int) -> States:
+    """The states of the first `count` tokens."""
     aux = outputs["aux"][:count]
-    return outputs["hidden"][:count], aux if aux.shape[1] else None
+    return States(outputs["hidden"][:count], aux if aux.shape[1] else None)

@@ -24,6 +24,7 @@ from runtime.model_executor.results import LogprobCopy, copy_logprobs, pool_chun
 from runtime.model_executor.short_prompts import ShortPrompts
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import prompts_and_windows
+from runtime.models.decoder import States
 
 PAGES_AT_ONCE = 1 << 14
 """Maximum page-table entries per upload: requests with long cached prefixes that begin in one step may have any number."""
@@ -48,25 +49,6 @@ class Chunks:
     last: torch.Tensor
     given: torch.Tensor
     wanted: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class States:
-    """The target's states: `hidden` [N, hidden], or only of the tokens that `Chunks.wanted` names, and `aux` [N, A * hidden] if the drafter
-    reads auxiliary layers.
-    """
-
-    hidden: torch.Tensor
-    aux: torch.Tensor | None
-
-    @property
-    def features(self) -> torch.Tensor:
-        """The states that a drafter reads."""
-        return self.hidden if self.aux is None else self.aux
-
-    def part(self, start: int, stop: int | None) -> States:
-        """Tokens `start` to `stop`."""
-        return States(self.hidden[start:stop], None if self.aux is None else self.aux[start:stop])
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +209,14 @@ class TargetModel:
         """One pass over prompt chunks and, after them, the first `live` requests of `windows`; returns the states of both."""
         prompts, T = chunks.batch, chunks.batch.num_tokens
         if windows is not None:
-            states = States(*self.runner.extend(prompts_and_windows(prompts, windows, live), self.aux_layers))
-            return states.part(0, T), states.part(T, None)
-        short, wanted = None if self.short_prompts is None else self.short_prompts.run(prompts), chunks.wanted
-        if short is None:
-            states = States(*self.runner.extend(prompts, self.aux_layers, wanted))
-        else:
-            states = States(*short) if wanted is None else States(short[0][wanted], short[1])
-        return states, states.part(0, 0)
+            states = self.runner.extend(prompts_and_windows(prompts, windows, live), self.aux_layers)
+            return states.part(slice(T)), states.part(slice(T, None))
+        states, wanted = None if self.short_prompts is None else self.short_prompts.run(prompts), chunks.wanted
+        if states is None:
+            states = self.runner.extend(prompts, self.aux_layers, wanted)
+        elif wanted is not None:
+            states = states._replace(hidden=states.hidden[wanted])
+        return states, states.part(slice(0))
 
     def sample_next(
         self, batch: ScheduleBatch, chunks: Chunks, states: States, mask: TokenMask | None = None

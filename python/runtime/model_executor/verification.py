@@ -16,8 +16,9 @@ from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Iteration, VerifyResult
 from runtime.model_executor.ragged_windows import mean_widths
-from runtime.model_executor.target_model import MakeRunner, States, TargetModel
+from runtime.model_executor.target_model import MakeRunner, TargetModel
 from runtime.model_executor.window import fill_window
+from runtime.models.decoder import States
 
 EAGER_STEPS = 8
 """Eager ragged passes round their token count up to one of about this many values per window position."""
@@ -217,16 +218,15 @@ class Verifier:
     # ---- inside the graphs
 
     def _forward(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-        self._write(States(*self._target.runner.model.forward(batch, self._target.aux_layers)), outputs)
+        self._write(self._target.runner.model.forward(batch, self._target.aux_layers), outputs)
 
     def _ragged_forward(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-        hidden, aux = self._target.runner.model.forward(batch, self._target.aux_layers)
+        states = self._target.runner.model.forward(batch, self._target.aux_layers)
         ragged_index = self._inputs.named("ragged_index", batch.batch_size).flatten()
-        states = States(hidden[ragged_index], None if aux is None else aux[ragged_index])
-        self._write(states, {name: tensor.flatten(0, 1) for name, tensor in outputs.items()})
+        self._write(states.part(ragged_index), {name: tensor.flatten(0, 1) for name, tensor in outputs.items()})
 
     def _greedy_forward(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-        states = States(*self._target.runner.model.forward(batch, self._target.aux_layers))
+        states = self._target.runner.model.forward(batch, self._target.aux_layers)
         self._target.runner.model.most_likely(states.hidden, outputs["tokens"], self._target.agreement)
         self._write_features(states, outputs)
 

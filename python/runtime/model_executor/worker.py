@@ -33,8 +33,9 @@ from runtime.model_executor.profiler import Profiler
 from runtime.model_executor.ragged_windows import RaggedWindows
 from runtime.model_executor.results import join
 from runtime.model_executor.staging import HostCopy
-from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending, States
+from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending
 from runtime.model_executor.window import load_rows
+from runtime.models.decoder import States
 from runtime.worker_info import WorkerInfo
 
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,27 @@ from runtime.models.weights import NamedTensors
 MakeBlock = Callable[[ModelParts, str, int], DecoderBlock]
 OTHER_LAUNCHES = 10
 """Kernels of a pass outside the blocks, approximately: embedding, final norm, head, sampling."""
+
+
+class States(NamedTuple):
+    """A model's states, in its dtype.
+
+    Attributes:
+        hidden: [N, hidden], after the final norm; N is smaller than T if only some tokens were wanted.
+        aux: [T, A * hidden], the streams before A layers side by side; None if none is wanted.
+    """
+
+    hidden: torch.Tensor
+    aux: torch.Tensor | None
+
+    @property
+    def features(self) -> torch.Tensor:
+        """The states that a drafter reads."""
+        return self.hidden if self.aux is None else self.aux
+
+    def part(self, tokens: slice | torch.Tensor) -> States:
+        """The states of some tokens: a slice, or int64 [n]."""
+        return States(self.hidden[tokens], None if self.aux is None else self.aux[tokens])
 
 
 class DecoderModel:
@@ -119,9 +141,7 @@ class DecoderModel:
         """Give the model its KV pool and attention backend."""
         self._bound = kv_pool, backend
 
-    def forward(
-        self, batch: ForwardBatch, aux_layers: tuple[int, ...] = (), wanted: torch.Tensor | None = None, first: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = (), wanted: torch.Tensor | None = None, first: int = 0) -> States:
         """Run every block over the batch. `plan_pass` has been called for it.
 
         Args:
@@ -130,10 +150,6 @@ class DecoderModel:
             wanted: int64 [N], the tokens whose hidden states are returned; the last layer computes only these after attention, and only
                 KV if N = 0. None for all tokens.
             first: the first block, which reads the embeddings; above 0 only to time the last blocks.
-
-        Returns:
-            Hidden states after the final norm, [N or T, hidden], and the streams [T, len(aux_layers) * hidden] side by side,
-            both in `dtype`.
         """
         assert self._bound is not None, "bind comes before forward"
         context = PassContext(batch, *self._bound)
@@ -148,7 +164,7 @@ class DecoderModel:
         if len(self.layers) in aux_layers:
             aux.append(stream.h.to(self.dtype, copy=True))
         hidden = self.context.ops.norm(stream.h, self.final_norm, self.dtype)
-        return hidden, torch.cat(aux, dim=1) if aux else None
+        return States(hidden, torch.cat(aux, dim=1) if aux else None)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab], written to `out`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from runtime.errors import ConfigError
 from runtime.json_file import read_object
@@ -75,16 +75,11 @@ def tensor_places(folder: Path) -> dict[str, tuple[Path, Entry]]:
         return {}
 
 
-def _weight_map(index: Path) -> dict[str, Any]:
-    """The name of each tensor's file, by the name of the tensor."""
+def _indexed_names(index: Path) -> list[str]:
+    """The names of the files in which an index places tensors."""
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ConfigError(f"{index} is not an index of safetensors files; download it again")
-    return shards
-
-
-def _indexed_names(index: Path) -> list[str]:
-    shards = _weight_map(index)
     # The index is untrusted: it may name only files in its own folder.
     outside = [name for name in shards.values() if not isinstance(name, str) or Path(name).name != name]
     if outside:

@@ -16,7 +16,7 @@ from runtime.models import dflash_config, llama, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.dflash_config import DraftBlock
-from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, is_eagle3, read_aux_layers
+from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, read_aux_layers
 from runtime.models.hf_config import read_hf_config, sliding_windows
 from runtime.models.registry import FAMILIES, MTP_CLASSES, Family, of_checkpoint, parse_family, parse_hf_config
 from runtime.models.speculators_layout import flattened, layer_type
@@ -212,7 +212,7 @@ def _formats(file: _DraftFile) -> tuple[DraftFormat, ...]:
     if name not in DRAFT_FAMILIES and name not in FAMILIES:
         known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, DFLASH_CLASS, *FAMILIES]))
         raise ConfigError(f"{where}: draft architecture {name} is not supported; supported are {known}")
-    if is_eagle3(name, file.flat):
+    if name == EAGLE3_CLASS or "draft_vocab_size" in file.flat:
         return ("eagle3",)
     if name not in FAMILIES:
         return ("eagle",)

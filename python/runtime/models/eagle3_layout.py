@@ -53,11 +53,6 @@ FIRST_LAYOUT = Eagle3Layout()
 """The layout of the first release."""
 
 
-def is_eagle3(name: str, raw: Mapping[str, Any]) -> bool:
-    """Whether class `name` with these fields is an EAGLE-3 head."""
-    return "eagle3" in name.lower() or "draft_vocab_size" in raw
-
-
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """The target layers whose input EAGLE-3 heads read unless their config.json says otherwise: low, middle, high.
 

@@ -429,13 +429,12 @@ def test_runners_that_are_left_out_capture_nothing(
 def test_ranks_drop_the_depths_that_do_not_fit_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped = list[int]()
 
-    def at_depth(depth: int) -> list[Any]:
+    def all_runners(depth: int) -> list[Any]:
         return [SimpleNamespace(spec=SimpleNamespace(name=f"verify K={depth}"), leave_out=lambda: dropped.append(depth))]
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 << 30, 4 << 30))
     parts: Any = SimpleNamespace(
-        verifier=SimpleNamespace(at_depth=at_depth),
-        drafter=SimpleNamespace(runners=lambda depth: []),
+        all_runners=all_runners,
         depths=SimpleNamespace(limits=dict.fromkeys((7, 1, 0))),
         target=SimpleNamespace(device=torch.device("cuda")),
     )

@@ -142,7 +142,7 @@ def test_a_life_of_capped_requests_is_the_same_in_full_and_ragged_windows_and_gr
     for replay in (None, "eager"):
         storm, worker = life(replay)
         same_life(full, storm)
-        ran = [worker.parts.verifier.runners[3], *worker.ragged_runners]
+        ran = [worker.parts.verifier.runners[3], *worker.parts.verifier.ragged.values()]
         assert sum(runner.replayed + runner.ran_eagerly for runner in ran[1:]) > 3
         assert all(runner.replayed for runner in ran[1:]) == (replay is not None)
 
@@ -160,7 +160,7 @@ def test_served_text_survives_retraction_and_prefix_hits(tmp_path: Path, monkeyp
     worker: Any = speculating(tmp_path, "EAGLE", "eager", [2, 4, 8], runtime={**roomy, "max_total_tokens": 320})
     got, scheduler = serve(worker, asks, {}, overlap=overlap, schedule_conservativeness=0.05)
     assert got == expected
-    assert sum(runner.replayed for runner in worker.ragged_runners) > 10
+    assert sum(runner.replayed for runner in worker.parts.verifier.ragged.values()) > 10
     stats = scheduler.stats
     assert min(stats.num_retracted_requests_total, stats.cached_tokens_total, stats.spec.accepted_tokens) > 0
     assert stats.num_failed_steps_total == 0
@@ -190,7 +190,7 @@ def test_text_is_exact_where_the_controller_gives_each_request_its_width(
     assert worker.info().depth.ragged > 3
     drafts = [result.stats.drafts for result in driver.results if result.stats.drafts]
     assert len(set(drafts)) > 2
-    assert sum(runner.replayed for runner in worker.ragged_runners) > 3 or not replay
+    assert sum(runner.replayed for runner in worker.parts.verifier.ragged.values()) > 3 or not replay
 
 
 # ---- what runs, and what is counted
@@ -226,7 +226,7 @@ def test_a_batch_without_caps_runs_full_windows(tmp_path: Path, monkeypatch: pyt
     seen.clear()
     assert driver.decode([1, 2, 3]).stats.drafts == ()
     assert seen == [12]
-    assert sum(runner.ran_eagerly for runner in worker.ragged_runners) == 0
+    assert sum(runner.ran_eagerly for runner in worker.parts.verifier.ragged.values()) == 0
 
 
 def test_prompts_beside_decoding_and_trees_keep_full_windows(tmp_path: Path) -> None:
@@ -237,4 +237,4 @@ def test_prompts_beside_decoding_and_trees_keep_full_windows(tmp_path: Path) -> 
     driver.prefill({3: PROMPTS[3]}, sampling=asks, along=lambda: [1, 2])
     assert driver.results[-1].stats.drafts == ()
     tree: Any = speculating(tmp_path, "EAGLE", topk=3, num_draft_tokens=7)
-    assert tree.ragged_runners == ()
+    assert tree.parts.verifier.ragged == {}

@@ -115,7 +115,7 @@ def test_served_text_is_the_same_over_a_shared_prefix(
     assert scheduler.stats.num_failed_steps_total == 0
     most = 28  # of the common beginning, whole pages
     assert {count for _, count in passes} == ({most} if replay else set()), "passes without graphs attend as usual"
-    assert bool(sum(runner.replayed for runner in worker.shared_runners)) == (replay is not None)
+    assert bool(sum(runner.replayed for runner in worker.parts.verifier.shared.values())) == (replay is not None)
 
 
 def test_requests_without_a_common_beginning_run_as_usual(tmp_path: Path, passes: list[tuple[int, int]]) -> None:

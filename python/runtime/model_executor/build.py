@@ -258,7 +258,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
 
 def _drop_depths(context: WorkerContext, parts: WorkerParts, reservations: Mapping[str, int]) -> None:
     """Drop the depths whose graphs would take too much memory on some rank, deepest first."""
-    runners = {depth: [*parts.verifier.at_depth(depth), *parts.drafter.runners(depth)] for depth in parts.depths.limits}
+    runners = {depth: parts.all_runners(depth) for depth in parts.depths.limits}
     graph_bytes = {depth: sum(reservations[runner.spec.name] for runner in own) for depth, own in runners.items()}
     log.info("graphs by depth, MiB: %s", ", ".join(f"K={depth} {size / MIB:.0f}" for depth, size in sorted(graph_bytes.items())))
     free = torch.cuda.mem_get_info()[0] if parts.target.device.type == "cuda" else 0

@@ -73,7 +73,6 @@ class Worker:
         limits: the limits that the scheduler must respect; read only.
         eager_drafts: takes eager samples; read only.
         runners: the graph runners of decode steps, deepest first.
-        ragged_runners, shared_runners: the graph runners of verify passes over ragged windows, and over a shared prefix.
         iteration_runners: the graph runners of whole iterations; they replay only if all `runners` of their depth do.
     """
 
@@ -95,8 +94,7 @@ class Worker:
         self.parts, self.limits, self._info, self._followers = parts, limits, info, followers
         self._group, self._exchange = group, exchange
         self.runners = tuple(runner for depth in parts.verifier.runners for runner in parts.runners(depth))
-        self.iteration_runners, self.ragged_runners = tuple(parts.iterations.runners.values()), tuple(parts.verifier.ragged.values())
-        self.shared_runners = tuple(parts.verifier.shared.values())
+        self.iteration_runners = tuple(parts.iterations.runners.values())
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self.eager_drafts = EagerDrafts(parts.target, parts.inputs, parts.drafter, parts.verifier)
         self._step_seconds, self._token_checks = 0.0, 0
@@ -106,8 +104,9 @@ class Worker:
 
     @property
     def all_runners(self) -> tuple[GraphRunner, ...]:
-        """All graph runners: those of the attributes, and those of short prompts."""
-        own = (*self.runners, *self.ragged_runners, *self.shared_runners, *self.iteration_runners)
+        """All graph runners: those of the attributes, of passes over ragged windows and over a shared prefix, and of short prompts."""
+        verifier = self.parts.verifier
+        own = (*self.runners, *verifier.ragged.values(), *verifier.shared.values(), *self.iteration_runners)
         return (*own, *self.parts.target.prompt_runners)
 
     def submit(self, batch: ScheduleBatch) -> Pending:

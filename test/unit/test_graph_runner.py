@@ -19,7 +19,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_capture import CallPool, GraphKey, GraphPool, Replay
 from runtime.model_executor.graph_runner import MIB, GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec, capture_all
-from runtime.model_executor.input_buffers import ROW_WIDTH, BufferSpec, InputBuffers
+from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.output_arena import OutputArena
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import fill_window
@@ -32,8 +32,8 @@ SPEC = RunnerSpec(
     name="probe",
     mode=ForwardMode.TARGET_VERIFY,
     width=WIDTH,
-    outputs=(BufferSpec("sums", "token", torch.int64, 0), BufferSpec("rows", "req", torch.float32, 0, (2,))),
-    inputs=(BufferSpec("bias", "req", torch.int64, 5),),
+    outputs=(BufferSpec("sums", "token", torch.int64), BufferSpec("rows", "req", torch.float32, (2,))),
+    inputs=(BufferSpec("bias", "req", torch.int64, pad=5),),
     num_passes=2,
     variants=("", "twice"),
 )
@@ -258,7 +258,7 @@ def test_each_shape_has_one_view() -> None:
 
 def test_padding_rows_hold_valid_values() -> None:
     inputs = InputBuffers(4, max_tokens=24, device=CPU)
-    inputs.declare((BufferSpec("noise", "token", torch.float32, 3, (2,)),), 4, 24)
+    inputs.declare((BufferSpec("noise", "token", torch.float32, (2,), 3),), 4, 24)
     poison(inputs.tensors)
     assert all(bool((t.isnan() if t.is_floating_point() else t == -1).all()) for t in inputs.tensors.values())
     inputs.reset(6)
@@ -272,12 +272,12 @@ def test_declared_inputs_grow_until_a_graph_is_captured() -> None:
     runners = [GraphRunner(spec, probe, inputs, [], on_cpu([2], max_size=size)) for spec, size in ((few, 2), (many, 8))]
     assert [len(runner.inputs(2)["bias"]) for runner in runners] == [2, 2]
     assert len(inputs.tensors["bias"]) == 8
-    other = replace(SPEC, inputs=(BufferSpec("bias", "req", torch.float32, ROW_WIDTH),))
+    other = replace(SPEC, inputs=(BufferSpec("bias", "req", torch.float32, pad=5),))
     with pytest.raises(AssertionError, match="declared twice"):
         GraphRunner(other, probe, inputs, [], on_cpu([2]))
     capture_all(runners)
     with pytest.raises(AssertionError, match="holds the address"):
-        inputs.declare((BufferSpec("more", "req", torch.int64, 0),), 1, 1)
+        inputs.declare((BufferSpec("more", "req", torch.int64),), 1, 1)
 
 
 def test_runners_share_an_arena_sized_for_the_largest() -> None:
@@ -292,7 +292,7 @@ def test_runners_share_an_arena_sized_for_the_largest() -> None:
     assert [t.shape for t in large.outputs(2).values()] == [(6,), (2, 2)]
     capture_all([small, large])
     with pytest.raises(AssertionError, match="holds the address"):
-        arena.reserve((BufferSpec("huge", "req", torch.int64, 0, (1 << 10,)),), 8, 8)
+        arena.reserve((BufferSpec("huge", "req", torch.int64, (1 << 10,)),), 8, 8)
 
 
 def test_a_size_of_a_one_request_runner_counts_its_tokens() -> None:

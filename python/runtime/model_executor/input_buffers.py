@@ -18,8 +18,6 @@ import torch
 from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 
-ROW_WIDTH: Literal["row width"] = "row width"
-
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
@@ -27,14 +25,14 @@ class BufferSpec:
 
     Attributes:
         rows: whether it has a row per request or per token.
-        pad: value of padding rows, with which every pass must be able to run; `ROW_WIDTH` stands for the tokens per request.
+        pad: value of padding rows, with which every pass must be able to run.
     """
 
     name: str
     rows: Literal["req", "token"]
     dtype: torch.dtype
-    pad: int | Literal["row width"]
     tail: tuple[int, ...] = ()
+    pad: int = 0
 
     def shape(self, requests: int, tokens: int) -> tuple[int, ...]:
         """Shape for passes of `requests` requests and `tokens` tokens."""
@@ -46,16 +44,16 @@ class BufferSpec:
 
 
 INPUTS = (
-    BufferSpec("req_pool_indices", "req", torch.int64, 0),
-    BufferSpec("page_rows", "req", torch.int32, 0),
-    BufferSpec("kv_lens", "req", torch.int32, 0),
-    BufferSpec("last_tokens", "req", torch.int64, 0),
-    BufferSpec("seq_lens", "req", torch.int32, ROW_WIDTH),
-    BufferSpec("shared_lens", "req", torch.int32, 0),
-    BufferSpec("input_ids", "token", torch.int64, 0),
-    BufferSpec("positions", "token", torch.int64, 0),
-    BufferSpec("out_cache_loc", "token", torch.int64, 0),
-    BufferSpec("tree_mask", "token", torch.int64, 1),
+    BufferSpec("req_pool_indices", "req", torch.int64),
+    BufferSpec("page_rows", "req", torch.int32),
+    BufferSpec("kv_lens", "req", torch.int32),
+    BufferSpec("last_tokens", "req", torch.int64),
+    BufferSpec("seq_lens", "req", torch.int32),
+    BufferSpec("shared_lens", "req", torch.int32),
+    BufferSpec("input_ids", "token", torch.int64),
+    BufferSpec("positions", "token", torch.int64),
+    BufferSpec("out_cache_loc", "token", torch.int64),
+    BufferSpec("tree_mask", "token", torch.int64, pad=1),
 )
 
 
@@ -121,8 +119,8 @@ class InputBuffers:
     def reset(self, row_width: int) -> None:
         """Make every row a padding row of `row_width` tokens."""
         for name, tensor in self.tensors.items():
-            pad = self._specs[name].pad
-            tensor.fill_(row_width if pad == ROW_WIDTH else pad)
+            tensor.fill_(self._specs[name].pad)
+        self.tensors["seq_lens"].fill_(row_width)
 
     def _make(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int, max_queries: int, shared_prefix: bool) -> ForwardBatch:
         width = tokens // requests

@@ -45,7 +45,7 @@ the bits of requests without filters.
 """
 MAX_REQUESTS = 32
 """The largest batch with iteration graphs: above, the gaps between separate graphs are less than 1 % of an iteration of an 8B model."""
-ROWS = BufferSpec("iteration_rows", "req", torch.int64, 0)
+ROWS = BufferSpec("iteration_rows", "req", torch.int64)
 """The graphs' own input of request rows, which keeps its values until other rows run. Passes outside these graphs overwrite other
 inputs."""
 SMALL_MODEL, TINY_MODEL = 4_000_000_000, 1_000_000_000
@@ -167,7 +167,7 @@ class IterationGraphs:
             name=f"iteration K={depth}",
             mode=runners[0].spec.mode,
             width=D,
-            outputs=(BufferSpec("emitted", "req", torch.int64, 0, (D + 1 if D > 1 else 1,)),),
+            outputs=(BufferSpec("emitted", "req", torch.int64, (D + 1 if D > 1 else 1,)),),
             inputs=(ROWS,),
             num_passes=0,
             variants=tuple(VARIANTS),

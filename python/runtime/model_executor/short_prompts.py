@@ -79,7 +79,7 @@ def prompt_spec(hidden: int, feature_width: int, dtype: torch.dtype, launches: i
         name="short prompts",
         mode=ForwardMode.EXTEND,
         width=0,
-        outputs=(BufferSpec("hidden", "token", dtype, 0, (hidden,)), BufferSpec("aux", "token", dtype, 0, (feature_width,))),
+        outputs=(BufferSpec("hidden", "token", dtype, (hidden,)), BufferSpec("aux", "token", dtype, (feature_width,))),
         launches=launches,
     )
 

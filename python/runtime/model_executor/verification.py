@@ -40,9 +40,9 @@ def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature_width:
         mode=ForwardMode.TARGET_VERIFY if D > 1 else ForwardMode.DECODE,
         width=D,
         outputs=(
-            BufferSpec("logits", "token", torch.float32, 0, (model.lm_head.out_features,)),
-            BufferSpec("tokens", "token", torch.int64, 0),
-            BufferSpec("features", "token", target.runner.dtype, 0, (feature_width,)),
+            BufferSpec("logits", "token", torch.float32, (model.lm_head.out_features,)),
+            BufferSpec("tokens", "token", torch.int64),
+            BufferSpec("features", "token", target.runner.dtype, (feature_width,)),
         ),
         tree_tail=0 if shape.topk == 1 else D,
         launches=model.kernel_launches,
@@ -62,7 +62,7 @@ def ragged_spec(full: RunnerSpec, mean: int) -> RunnerSpec:
     """
     D = full.width
     outputs = tuple(replace(output, rows="req", tail=(D, *output.tail)) for output in full.outputs)
-    ragged_index = BufferSpec("ragged_index", "req", torch.int64, 0, (D,))
+    ragged_index = BufferSpec("ragged_index", "req", torch.int64, (D,))
     return replace(full, name=f"{full.name} W={mean}", width=mean, max_queries=D, outputs=outputs, inputs=(ragged_index,))
 
 

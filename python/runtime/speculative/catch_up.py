@@ -35,7 +35,7 @@ PAD_SLOT = 0
 
 def catch_up_spec(variants: tuple[str, ...], launches: int, num_passes: int = 1) -> RunnerSpec:
     """The runner over windows of stored positions, which its function reads itself. Input: `accept_lens` int32 [B], stored positions."""
-    inputs = (BufferSpec("accept_lens", "req", torch.int32, 1),)
+    inputs = (BufferSpec("accept_lens", "req", torch.int32, pad=1),)
     return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_passes, 0, variants, launches)
 
 

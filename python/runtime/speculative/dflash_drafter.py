@@ -67,7 +67,7 @@ class DFlashDrafter(ModelDrafter):
     def _decode_runner(self, setup: DraftSetup, depth: int) -> GraphRunner:
         """The runner over blocks. Output: `tokens` int64 [B, K + 1], the last token and the drafts."""
         name = "draft block" if depth == self.spec.shape.num_steps else f"draft block K={depth}"
-        tokens = BufferSpec("tokens", "req", torch.int64, 0, (depth + 1,))
+        tokens = BufferSpec("tokens", "req", torch.int64, (depth + 1,))
         spec = RunnerSpec(name, ForwardMode.DECODE, depth + 1, (tokens,), launches=self.model.kernel_launches)
         return setup.make_runner(spec, self._fill_block, self.runner, setup.depths[depth], self._config.draft_decode_graph)
 

@@ -54,11 +54,11 @@ def decode_spec(shape: TreeShape, max_depth: int, draft_vocab: int, launches: in
         passes: K - 1, or K for a draft without lookahead.
     """
     D, chain = shape.num_draft_tokens, shape.topk == 1
-    outputs = [BufferSpec("tokens", "req", torch.int64, 0, (D,))]
+    outputs = [BufferSpec("tokens", "req", torch.int64, (D,))]
     if chain:
-        outputs.append(BufferSpec("probs", "req", torch.float32, 0, (shape.num_steps, draft_vocab)))
+        outputs.append(BufferSpec("probs", "req", torch.float32, (shape.num_steps, draft_vocab)))
     else:
-        outputs += [BufferSpec(name, "req", torch.int64, 0, (D,)) for name in ("parents", "depths", "mask")]
+        outputs += [BufferSpec(name, "req", torch.int64, (D,)) for name in ("parents", "depths", "mask")]
     return RunnerSpec(
         name="draft decode" if shape.num_steps == max_depth else f"draft decode K={shape.num_steps}",
         mode=ForwardMode.DECODE,
@@ -189,7 +189,7 @@ def extend_spec(full: TreeShape, shape: TreeShape, feature_width: int, dtype: to
         mode=ForwardMode.DRAFT_EXTEND,
         width=shape.num_draft_tokens,
         outputs=(),
-        inputs=(BufferSpec("features", "token", dtype, 0, (feature_width,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
+        inputs=(BufferSpec("features", "token", dtype, (feature_width,)), BufferSpec("accept_lens", "req", torch.int32, pad=1)),
         variants=variants(full),
         launches=launches,
     )

@@ -52,9 +52,9 @@ class DepthBatches:
     tuned: list[int]
 
     @classmethod
-    def of(cls, running: int, captured: list[int], smallest: int = 1) -> DepthBatches:
-        """Batches of `smallest` to `running` requests, with graphs for the `captured` sizes."""
-        return cls(running, max([running, *captured]), captured, captured or [smallest, running])
+    def of(cls, running: int, captured: list[int]) -> DepthBatches:
+        """Batches of at most `running` requests, with graphs for the `captured` sizes."""
+        return cls(running, max([running, *captured]), captured, captured or [1, running])
 
 
 def split_batch_sizes(

@@ -94,8 +94,27 @@ class InputBuffers:
         ragged, `shared_prefix` adds the length of a shared prefix.
         """
         key = (mode, requests, tokens, tree_tail, max_queries, shared_prefix)
-        if key not in self._batches:
-            self._batches[key] = self._make(*key)
+        if key in self._batches:
+            return self._batches[key]
+        width = tokens // requests
+        self._batches[key] = ForwardBatch(
+            mode=mode,
+            batch_size=requests,
+            tokens_per_req=0 if max_queries else width,
+            input_ids=self.named("input_ids", tokens),
+            positions=self.named("positions", tokens),
+            out_cache_loc=self.named("out_cache_loc", tokens),
+            req_pool_indices=self.named("req_pool_indices", requests),
+            seq_lens=self.named("seq_lens", requests),
+            qo_indptr=(self._indptr[: requests + 1] * width).contiguous(),
+            seq_len_bounds=np.full(requests, width, dtype=np.int32),
+            extend_lens=np.full(requests, width, dtype=np.int32) if max_queries else None,
+            max_queries=max_queries,
+            tree_mask=self.named("tree_mask", tokens) if tree_tail else None,
+            tree_tail=tree_tail,
+            shared_lens=self.named("shared_lens", requests) if shared_prefix else None,
+            page_rows=self.named("page_rows", requests),
+        )
         return self._batches[key]
 
     def named(self, name: str, rows: int) -> torch.Tensor:
@@ -121,24 +140,3 @@ class InputBuffers:
         for name, tensor in self.tensors.items():
             tensor.fill_(self._specs[name].pad)
         self.tensors["seq_lens"].fill_(row_width)
-
-    def _make(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int, max_queries: int, shared_prefix: bool) -> ForwardBatch:
-        width = tokens // requests
-        return ForwardBatch(
-            mode=mode,
-            batch_size=requests,
-            tokens_per_req=0 if max_queries else width,
-            input_ids=self.named("input_ids", tokens),
-            positions=self.named("positions", tokens),
-            out_cache_loc=self.named("out_cache_loc", tokens),
-            req_pool_indices=self.named("req_pool_indices", requests),
-            seq_lens=self.named("seq_lens", requests),
-            qo_indptr=(self._indptr[: requests + 1] * width).contiguous(),
-            seq_len_bounds=np.full(requests, width, dtype=np.int32),
-            extend_lens=np.full(requests, width, dtype=np.int32) if max_queries else None,
-            max_queries=max_queries,
-            tree_mask=self.named("tree_mask", tokens) if tree_tail else None,
-            tree_tail=tree_tail,
-            shared_lens=self.named("shared_lens", requests) if shared_prefix else None,
-            page_rows=self.named("page_rows", requests),
-        )

@@ -270,7 +270,9 @@ def test_embedding_and_head_are_the_targets() -> None:
     draft = Draft(target, tensors | {f"model.layers.3.{name}": torch.zeros(shape) for name, shape in repeated.items()}).model
     assert draft.lm_head is target.lm_head
     own = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("model.layers.3."))
-    assert draft.weight_bytes == own + target.config.max_context_len * 8 * 4 + 128 * 8 * 4
+    assert draft.embed is target.embed
+    assert draft.parts.weights.num_bytes == own
+    assert draft.parts.rope.cos_sin.nbytes == target.config.max_context_len * 8 * 4 + 128 * 8 * 4
 
 
 def test_a_checkpoint_without_the_layer_is_refused() -> None:

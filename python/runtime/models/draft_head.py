@@ -96,11 +96,6 @@ class DraftModel(Protocol):
         ...
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the draft's own weights and tables, without what it shares with the target."""
-        ...
-
-    @property
     def kernel_launches(self) -> int:
         """Kernels of an eager pass, approximately."""
         ...
@@ -204,13 +199,6 @@ class DraftHead:
     def find_candidates(self) -> None:
         """Let `greedy` rule out most tokens by an 8-bit copy of the LM head, where that is faster. After `load`."""
         self.candidate_head = self.ops.candidate_head(self.lm_head)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the head's weights and tables, without what it shares with its target."""
-        shared = {t.data_ptr() for t in (self._target.embed, *self._target.lm_head.tensors)}
-        extras = {t.data_ptr(): t.nbytes for t in (self.embed, *self.lm_head.tensors) if t.data_ptr() not in shared}
-        return self.parts.weights.num_bytes + sum(extras.values()) + self.parts.rope.cos_sin.nbytes
 
     @property
     def kernel_launches(self) -> int:

@@ -64,11 +64,6 @@ class StandaloneDraft(DraftModel):
         return self.to_target[ids] if self._has_map and self.to_target is not None else ids
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the model."""
-        return self.model.weight_bytes
-
-    @property
     def kernel_launches(self) -> int:
         """Kernels of an eager pass, approximately."""
         return self.model.kernel_launches

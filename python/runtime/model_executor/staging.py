@@ -82,7 +82,7 @@ class StagingRing:
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         """`capacity`: 4-byte words of the largest upload."""
-        self.device, self._next, self._capacity = device, 0, capacity
+        self._next, self._capacity = 0, capacity
         aligned = capacity + MAX_ARRAYS * (ALIGNMENT - 1)
         self._slots = [_Slot(aligned, device) for _ in range(DEPTH)] if device.type == "cuda" else []
 

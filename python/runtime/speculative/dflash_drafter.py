@@ -58,7 +58,7 @@ class DFlashDrafter(ModelDrafter):
     def make(cls, context: WorkerContext, target: DecoderModel) -> DFlashDrafter:
         """The drafter, with its draft loaded. Raises `ConfigError` if the draft does not fit, or if the depth exceeds its blocks."""
         config = read_draft(context.speculative, target.config)
-        draft = DFlashDraftModel(config, target, read_token_map(context), sharing_ranks(context, config.model, target))
+        draft = DFlashDraftModel(config, target, read_token_map(context.speculative), sharing_ranks(context, config.model, target))
         check_depth(draft.draft_block.size, context.speculative.num_steps)
         return cls(*loaded(context, draft))
 

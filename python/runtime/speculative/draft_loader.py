@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar, cast
 import torch
 
 from runtime.config.device_tuning import DeviceTuning
-from runtime.config.runtime_config import SpeculativeConfig
+from runtime.config.runtime_config import ServedModelConfig, SpeculativeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.errors import ConfigError
 from runtime.model_executor.context import WorkerContext
@@ -39,10 +39,16 @@ class LoadableDraft(Loadable, Protocol):
 Draft = TypeVar("Draft", bound=LoadableDraft)
 
 
-def read_token_map(context: WorkerContext) -> torch.Tensor | None:
+def read_token_map(spec: SpeculativeConfig) -> torch.Tensor | None:
     """The ids of --speculative-token-map, as `load_token_map`; None without that flag."""
-    path = context.speculative.token_map
-    return load_token_map(path) if path else None
+    return None if spec.token_map is None else load_token_map(spec.token_map)
+
+
+def draft_weights(served: ServedModelConfig, spec: SpeculativeConfig) -> tuple[str, str]:
+    """The folder and the format of a draft's weights: its own, or the target's if the draft is a layer of its checkpoint."""
+    if spec.draft_model_path is None:
+        return served.model_path, served.load_format
+    return spec.draft_model_path, spec.draft_load_format
 
 
 def sharing_ranks(context: WorkerContext, draft: ModelConfig, target: DecoderModel) -> ParallelGroup:
@@ -67,11 +73,10 @@ def loaded(context: WorkerContext, draft: Draft) -> tuple[Draft, ModelRunner, Sp
     """The arguments of a drafter: the draft with its weights, from its own folder or else from the target's; its runner; and the
     configuration. The draft's vocabulary needs a token for each branch of a node.
     """
-    spec, served = context.speculative, context.config.model
+    spec = context.speculative
     if spec.topk > draft.vocab_size:
         raise ConfigError(f"--speculative-eagle-topk is {spec.topk}; this draft has {draft.vocab_size} tokens. Use a smaller value.")
-    own = None if spec.draft_model_path is None else (spec.draft_model_path, spec.draft_load_format)
-    load_weights(context, draft, *(own or (served.model_path, served.load_format)))
+    load_weights(context, draft, *draft_weights(context.config.model, spec))
     if spec.draft_candidates and isinstance(draft, DraftHead):
         draft.find_candidates()
     log.info("draft: %s, %s, %d of %d tokens", spec.algorithm, draft.config.architecture, draft.vocab_size, draft.config.vocab_size)

@@ -19,7 +19,7 @@ def eagle(context: WorkerContext, target: DecoderModel) -> EagleWorker:
     """The drafter of an EAGLE head."""
     config = read_draft(context.speculative, target.config)
     group = sharing_ranks(context, config.model, target)
-    return EagleWorker(*loaded(context, LlamaForCausalLMEagle(config, target, read_token_map(context), group)))
+    return EagleWorker(*loaded(context, LlamaForCausalLMEagle(config, target, read_token_map(context.speculative), group)))
 
 
 def eagle3(context: WorkerContext, target: DecoderModel) -> EagleWorker:
@@ -30,7 +30,8 @@ def eagle3(context: WorkerContext, target: DecoderModel) -> EagleWorker:
 
 def mtp(context: WorkerContext, target: DecoderModel) -> EagleWorker:
     """The drafter of the layer for multi-token prediction in the target's checkpoint."""
-    return EagleWorker(*loaded(context, MtpDraft(target, read_token_map(context), sharing_ranks(context, target.config, target))))
+    tokens, group = read_token_map(context.speculative), sharing_ranks(context, target.config, target)
+    return EagleWorker(*loaded(context, MtpDraft(target, tokens, group)))
 
 
 def standalone(context: WorkerContext, target: DecoderModel) -> EagleWorker:
@@ -40,4 +41,4 @@ def standalone(context: WorkerContext, target: DecoderModel) -> EagleWorker:
     group = sharing_ranks(context, config, target)
     shared = {"group": group, "head_group": own.group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}
     model = build_model(config, own.ops, context.dtype, context.device, quantization, **shared, fuse_shared=own.fuse_shared)
-    return EagleWorker(*loaded(context, StandaloneDraft(model, target.config.vocab_size, read_token_map(context))))
+    return EagleWorker(*loaded(context, StandaloneDraft(model, target.config.vocab_size, read_token_map(context.speculative))))

@@ -21,7 +21,7 @@ from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model
-from runtime.models.token_map import load_token_map
+from runtime.speculative.draft_loader import draft_weights, read_token_map
 
 META = torch.device("meta")
 Make = Callable[[SpeculativeConfig, DecoderModel, torch.Tensor | None], Loadable]
@@ -41,18 +41,12 @@ def check_weights(config: RuntimeConfig, target_config: ModelConfig) -> None:
     Raises:
         ConfigError: as `load` of the models, for tensors that are missing, unexpected or of a wrong shape or dtype.
     """
-    served, speculative = config.model, config.speculative
+    served, spec = config.model, config.speculative
     dtype: torch.dtype = getattr(torch, config.device.dtype)
     target = build_model(target_config, TorchOps(), dtype, META, fuse_shared=served.fuse_shared_experts)
     _check(target, served.model_path, served.load_format)
-    if speculative is None or speculative.algorithm not in DRAFTS:
-        return
-    token_map = None if speculative.token_map is None else load_token_map(speculative.token_map)
-    draft, path = DRAFTS[speculative.algorithm](speculative, target, token_map), speculative.draft_model_path
-    if path is None:  # the draft is a layer of the target's checkpoint
-        _check(draft, served.model_path, served.load_format)
-    else:
-        _check(draft, path, speculative.draft_load_format)
+    if spec is not None and spec.algorithm in DRAFTS:
+        _check(DRAFTS[spec.algorithm](spec, target, read_token_map(spec)), *draft_weights(served, spec))
 
 
 def _check(model: Loadable, folder: str, load_format: str) -> None:

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -229,6 +229,15 @@ class PlainText:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Prompts, by number, of which at most `at_once` run at a time. `top_logprobs`: as in `GenerateReq`."""
+
+    prompts: list[int]
+    at_once: int
+    top_logprobs: int = -1
+
+
+@dataclass(frozen=True)
 class Session:
     """Runs the prompts at temperature 0, each time through a scheduler of its own.
 
@@ -247,7 +256,8 @@ class Session:
         """Acceptance, and the texts of all prompts. Raises `ServingError` if a request fails.
 
         If drafting is disabled above some batch size, the first prompts run in batches small enough to draft, and the last
-        ones together. If there are too few prompts for both, some run in both; their texts are concatenated.
+        ones together. If there are too few prompts for both, some run in both. If verify passes of few rows skip the logits, all run
+        again with log-probabilities, which need them. The texts of a prompt's runs are concatenated.
         """
         from runtime.model_executor.parity import Outcome
 
@@ -259,26 +269,27 @@ class Session:
             few = max(count - many, 1)
         if self.in_turn:
             few, many = count, 0
-        order = [*range(few), *(i % count for i in range(count - many, count))]
+        groups = [Group(list(range(few)), with_drafts), Group([i % count for i in range(count - many, count)], many)]
+        if any(runner.sizes for runner in self.worker.parts.verifier.greedy.values()):
+            groups += [replace(group, top_logprobs=0) for group in groups]
         with self.worker.parts.monitor.without_sample(), self.worker.parts.depths.in_turn() if self.in_turn else nullcontext():
-            answers = self._serve(order, few, with_drafts)
-        texts = [[token for at, answer in zip(order, answers, strict=True) if at == i for token in answer.tokens] for i in range(count)]
+            answers = self._serve(groups)
+        texts = [[token for at, answer in answers if at == i for token in answer.tokens] for i in range(count)]
         return Outcome(self.worker.parts.monitor.counted(), texts)
 
     def plain_texts(self) -> list[PlainText]:
         """The texts of plain decoding, by prompt."""
         with self.worker.parts.depths.forced(0):
-            return self._serve(list(range(len(self.prompts))), 0, 0, top_logprobs=MAX_TOP_LOGPROBS)
+            count = len(self.prompts)
+            return [text for _, text in self._serve([Group(list(range(count)), count, MAX_TOP_LOGPROBS)])]
 
-    def _serve(self, order: list[int], few: int, at_once: int, top_logprobs: int = -1) -> list[PlainText]:
-        """Run the prompts in `order`: the first `few` at most `at_once` at a time, the others together."""
+    def _serve(self, groups: Sequence[Group]) -> list[tuple[int, PlainText]]:
+        """Run the groups one after another; the number and text of each of their prompts."""
         sampling = SamplingParams(temperature=0.0, max_new_tokens=self.max_new_tokens, ignore_eos=True)
         inbox, alive = list[ToScheduler](), set[str]()
-        asks = [
-            GenerateReq(rid=str(i), input_ids=self.prompts[at], sampling=sampling, seed=at, top_logprobs=top_logprobs)
-            for i, at in enumerate(order)
-        ]
-        answers = {ask.rid: PlainText([], []) for ask in asks}
+        order = [at for group in groups for at in group.prompts]
+        answers = {str(i): PlainText([], []) for i in range(len(order))}
+        rids = iter(answers)
 
         def take(message: ToDetokenizer) -> None:
             for out in message.outs if isinstance(message, TokensOutBatch) else []:
@@ -295,15 +306,18 @@ class Session:
         scheduler = Scheduler(
             self.config.scheduler, self.config.cache, self.worker, eos_ids, lambda wait: inbox.pop(0) if inbox else None, take
         )
-        for group, most in ((asks[:few], at_once), (asks[few:], len(asks))):
-            waiting = list(group)
+        for group in groups:
+            waiting = [
+                GenerateReq(rid=next(rids), input_ids=self.prompts[at], sampling=sampling, seed=at, top_logprobs=group.top_logprobs)
+                for at in group.prompts
+            ]
             while waiting or inbox or not scheduler.idle:
-                for ask in waiting[: most - len(alive)]:
+                for ask in waiting[: group.at_once - len(alive)]:
                     waiting.remove(ask)
                     alive.add(ask.rid)
                     inbox.append(ask)
                 scheduler.step()
-        return list(answers.values())
+        return list(zip(order, answers.values(), strict=True))
 
 
 def report_plain(plain: list[PlainText], texts: list[list[int]], tie: float) -> bool:

@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from runtime import check_acceptance
 from runtime.config.device_tuning import H200
+from runtime.config.kernel_configs import TritonConfig
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import BAD_USE, ConfigError
+from runtime.layers.bounded_head import BoundedHead
+from runtime.layers.linear import Linear
+from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor import build as worker_build
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode, capture_all, eagerly
 from runtime.model_executor.input_buffers import InputBuffers
@@ -236,6 +242,28 @@ def test_a_runner_that_replayed_nothing_was_not_compared(
     assert "the same" not in out
 
 
+@pytest.mark.usefixtures("bounds")
+@pytest.mark.parametrize("broken", ["", "verify", "verify greedy"])
+def test_runs_with_and_without_logits_are_compared(
+    command: list[str], broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(worker: Any) -> None:
+        for runner in worker.all_runners:
+            if runner.spec.name == broken:
+                _repeat_a_token(runner)
+
+    def with_bounds(config: RuntimeConfig, most: int) -> RuntimeConfig:
+        config = usual(config, most)
+        return structs.replace(config, graphs=structs.replace(config.graphs, head_bounds=True, iteration_graph=False))
+
+    usual = check_acceptance._for_check
+    monkeypatch.setattr(check_acceptance, "_for_check", with_bounds)
+    change_builds(monkeypatch, lose)
+    assert check_acceptance.main(command) == (check_acceptance.DIFFERENT if broken else 0)
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^{name}: [1-9]\d* replays", out, re.M) for name in ("verify", "verify greedy"))
+
+
 def test_what_cannot_be_compared_is_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_acceptance.main([*command, "--max-new-tokens", "1"]) == BAD_USE
     assert check_acceptance.main([*command, "--prompts", str(tmp_path / "none")]) == BAD_USE
@@ -315,6 +343,31 @@ def test_the_runner_at_fault_is_named(tmp_path: Path, name: str) -> None:
         check_parity(worker)
 
 
+@pytest.fixture
+def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LM heads with bounds, which a CPU has no kernels for."""
+
+    def bounded_head(ops: TorchOps, head: Linear) -> BoundedHead:
+        bounded = BoundedHead(head)
+        bounded.choices[1] = TritonConfig(128, 128, 4, 4)
+        return bounded
+
+    monkeypatch.setattr(TorchOps, "bounded_head", bounded_head)
+
+
+@pytest.mark.usefixtures("bounds")
+@pytest.mark.parametrize("name", ["verify", "verify greedy"])
+def test_passes_with_and_without_logits_are_compared(tmp_path: Path, name: str) -> None:
+    worker = speculating(tmp_path, replay="eager", sizes=[4], runtime={"head_bounds": True})
+    check_parity(worker)
+    runner = next(runner for runner in worker.all_runners if runner.spec.name == name)
+    assert runner.replayed > 0
+    assert runner.ran_eagerly > 0
+    _repeat_a_token(runner)
+    with pytest.raises(ConfigError, match=f"Graphs of {name} and"):
+        check_parity(worker)
+
+
 @pytest.mark.parametrize("fault", ["features", "nothing"])
 def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) -> None:
     """What a draft is fed of a prompt costs acceptance alone when it is wrong."""
@@ -367,6 +420,17 @@ def _lose_results(runner: Any) -> None:
                 b.copy_(before[n])
 
         runner._replays[key] = lost
+
+
+def _repeat_a_token(runner: Any) -> None:
+    """Replays find the same token everywhere."""
+    for key, replay in list(runner._replays.items()):
+
+        def repeated(replay: Any = replay) -> None:
+            replay()
+            runner.buffers["tokens"].fill_(5)
+
+        runner._replays[key] = repeated
 
 
 def test_without_graphs_the_check_says_so_and_passes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -285,8 +285,7 @@ def _reserve(model: ModelPasses) -> dict[str, int]:
 
 def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses]:
     """The target, with graphs for short prompts, and the drafter's models."""
-    verifier = parts.verifier
-    verify = [*verifier.runners.values(), *verifier.greedy.values(), *verifier.ragged.values(), *verifier.shared.values()]
+    verify = [*parts.verifier.runners.values(), *parts.verifier.special]
     graphs = [*add_short_prompts(context, parts.target), *verify, *parts.iterations.runners.values()]
     return [ModelPasses(parts.target.runner, graphs), *parts.drafter.models()]
 

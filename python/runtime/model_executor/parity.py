@@ -95,7 +95,8 @@ def _iterate(worker: Worker, count: int, pages: int) -> list[list[int]]:
     out = [worker.submit(prompt).wait().token_ids.tolist() for prompt in prompts]
     others = [depth for depth in control.limits if depth != control.deepest]
     for step in range(1, ITERATIONS + 1):
-        batch = ScheduleBatch(step, rows, kv.copy(), np.full(count, -1, dtype=np.int32))
+        # Without log-probabilities, passes of few rows may skip the logits.
+        batch = ScheduleBatch(step, rows, kv.copy(), np.full(count, step % 2 - 1, dtype=np.int32))
         depth = others[step % len(others)] if others and step % OTHER_DEPTH_EVERY == 0 else control.deepest
         with control.forced(depth):
             result = worker.submit(batch).wait()

@@ -126,6 +126,11 @@ class Verifier:
         others = [runners[depth] for runners in (self.greedy, self.shared) if depth in runners]
         return [self.runners[depth], *others, *(self.ragged.values() if depth == self.ragged_depth else ())]
 
+    @property
+    def special(self) -> list[GraphRunner]:
+        """The runners of passes that only some iterations need, in addition to `runners`."""
+        return [runner for kind in (self.greedy, self.ragged, self.shared) for runner in kind.values()]
+
     def padded_size(self, depth: int, live: int) -> int:
         """The padded size at which an iteration of `live` requests runs."""
         return self.runners[depth].size_for(live)

@@ -104,10 +104,8 @@ class Worker:
 
     @property
     def all_runners(self) -> tuple[GraphRunner, ...]:
-        """All graph runners: those of the attributes, of passes over ragged windows and over a shared prefix, and of short prompts."""
-        verifier = self.parts.verifier
-        own = (*self.runners, *verifier.ragged.values(), *verifier.shared.values(), *self.iteration_runners)
-        return (*own, *self.parts.target.prompt_runners)
+        """All graph runners: those of the attributes, of special verify passes, and of short prompts."""
+        return (*self.runners, *self.parts.verifier.special, *self.iteration_runners, *self.parts.target.prompt_runners)
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return immediately."""

@@ -69,7 +69,7 @@ class GemmGroup:
         if self.gemm.op not in (*SPLITTABLE, "gate_up") or self.rows > FEW_ROWS:
             return False
         if self.gemm.linear.is_scaled:
-            return self.gemm.op in SPLITTABLE and _takes_bfloat16(self.gemm, lambda weight, scale, _: can_be_fully_resident(weight, scale))
+            return _takes_bfloat16(self.gemm, can_be_fully_resident)
         return can_be_resident(self.gemm.linear.weight)
 
     @property

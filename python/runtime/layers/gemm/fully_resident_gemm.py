@@ -36,13 +36,17 @@ def fully_resident_config(weight: torch.Tensor, rows: int, num_sms: int) -> Full
     return config if config.warps * _warp_bytes(config, rows) <= SHARED_BYTES else None
 
 
-def supports(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> bool:
     """Whether the kernel can multiply bfloat16 rows by this weight on its device. `scale`: as in `scale_layout`."""
-    if not weight.is_cuda or weight.dtype is not torch.float8_e4m3fn:
-        return False
-    (rows, columns), stage = weight.shape, STAGE_COLUMNS[FORM]
-    whole = scale_layout(rows, columns, scale)[2] % stage == 0  # a stage has one scale per row
-    return whole and fragments.readable(weight, FORM, columns, stage) and cuda_driver.on_hopper(weight)
+    rows, columns = weight.shape
+    return (
+        weight.is_cuda
+        and weight.dtype is torch.float8_e4m3fn
+        and not gated
+        and scale_layout(rows, columns, scale)[2] % STAGE_COLUMNS[FORM] == 0  # a stage has one scale per row
+        and fragments.readable(weight, FORM, columns, STAGE_COLUMNS[FORM])
+        and cuda_driver.on_hopper(weight)
+    )
 
 
 def fully_resident_gemm(

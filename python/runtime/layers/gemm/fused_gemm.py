@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from runtime.config.kernel_configs import FragmentConfig, FullyResidentConfig, ResidentConfig, TritonConfig, WideningConfig
+from runtime.config.kernel_configs import FragmentConfig, FullyResidentConfig, ResidentConfig, TritonConfig
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.fragment_gemm import fragment_gemm
 from runtime.layers.gemm.fully_resident_gemm import fully_resident_gemm
 from runtime.layers.gemm.resident_gemm import resident_gemm
+from runtime.layers.gemm.timings import GemmKernel
 from runtime.layers.gemm.triton_gemm import triton_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
 from runtime.layers.gemm.widening_gemm import widening_gemm
 from runtime.layers.linear import Linear
 
 
-def fused_gemm(
-    x: torch.Tensor,
-    linear: Linear,
-    out: torch.Tensor | None,
-    choice: TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | FullyResidentConfig | WideningConfig,
-    epilogue: Epilogue,
-    pdl: bool,
-) -> None:
+def fused_gemm(x: torch.Tensor, linear: Linear, out: torch.Tensor | None, choice: GemmKernel, epilogue: Epilogue, pdl: bool) -> None:
     """`out = epilogue(x @ weight.T)`; arguments are as in the kernels, except that `x` may be a view."""
-
     x, weight, scale = x.contiguous(), linear.weight, linear.storage.scale
     if isinstance(choice, TritonConfig):
         triton_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)

@@ -13,7 +13,9 @@ from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.gemm.gemm import GemmKey
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig
 
-GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | FullyResidentConfig | WideningConfig | None
+GemmKernel = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | FullyResidentConfig | WideningConfig
+"""A kernel with its epilogue, by its tiling."""
+GemmChoice = GemmKernel | None
 """How a GEMM is computed: by a kernel with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
 
 MANY_ROWS, CLEARLY = 1024, 0.97

@@ -50,8 +50,6 @@ def time_quantized(weight: torch.Tensor, scale: torch.Tensor) -> tuple[bool, str
     error = float((got.float() - want.float()).norm() / want.float().norm())
     if not error < TOLERANCE:
         return False, f"bfloat16 rows: the relative error of e4m3 rows is {error:.3f}"
-    wide, narrow = (
-        median_micros(run, REPLAYS)
-        for run in (lambda: F.linear(x, widen(weight, scale, x.dtype)), lambda: quantized_gemm(x, weight, scale))
-    )
+    wide = median_micros(lambda: F.linear(x, widen(weight, scale, x.dtype)), REPLAYS)
+    narrow = median_micros(lambda: quantized_gemm(x, weight, scale), REPLAYS)
     return narrow < wide, f"{'e4m3' if narrow < wide else 'bfloat16'} rows ({narrow:.0f} and {wide:.0f} µs for {ROWS})"

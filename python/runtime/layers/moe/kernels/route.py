@@ -12,11 +12,11 @@ import triton.language as tl
 from runtime.config.expert_tuning import MID_ROUTER_ROWS
 from runtime.layers.gemm.deferred_norm import RowScale
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
-from runtime.layers.moe.kernels.route_few import route_few, supports
+from runtime.layers.moe.kernels.route_few import SCORINGS, route_few, supports
 from runtime.layers.moe.router import Router, Routing, RoutingRule
 
 SOFTMAX, SIGMOID, TOPK_SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_SCORINGS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "topk_softmax": TOPK_SOFTMAX.value}
+"""Places in `SCORINGS`."""
 FEW_ROWS = 64
 """Up to this many tokens, several programs split the GEMM of 8 tokens; above, `MID_ROUTER_ROWS` applies."""
 COLUMNS = 128
@@ -67,7 +67,7 @@ def route(
         T, K, E, triton.cdiv(triton.cdiv(K, splits), COLUMNS) * COLUMNS, words, scoring.scaling,
         TOP_K=scoring.top_k, SHARED=scoring.shared, TOP_PAD=triton.next_power_of_2(scoring.chosen), WORDS=triton.next_power_of_2(words),
         BLOCK_M=rows, BLOCK_E=experts, BLOCK_K=COLUMNS if few else COLUMNS // 2, E_PAD=padded, SPLITS=splits,
-        SCORING=_SCORINGS[scoring.scoring], RENORMALIZE=scoring.renormalize,
+        SCORING=SCORINGS.index(scoring.scoring), RENORMALIZE=scoring.renormalize,
         GROUPS=scoring.num_groups, TOP_GROUPS=scoring.top_groups, BIAS=router.bias is not None,
         CORRECTION=router.correction_bias is not None, NORM=norm is not None, PDL=pdl,
         num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),

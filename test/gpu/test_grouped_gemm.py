@@ -167,15 +167,16 @@ def test_e4m3_rows_match_the_definition(size: tuple[int, int], rows: int) -> Non
 def test_rows_between_the_gemms_have_a_scale_for_128_columns(rows: int) -> None:
     inner, layer = 384, Layer("fp8-block", 512, 384)
     routing = routed(rows, EXPERTS, TOP_K)
-    values, scales = quantize_rows(layer.x(rows))
+    x = layer.x(rows)
+    experts = expert_pass(layer, x, routing, torch.empty_like(x))
+    values, scales = quantize_rows(x)
     wide = values.double() * scales.double()
     for config in FP8_CUTS:
         aligned = align(routing.ids, 0, EXPERTS, config.rows)
         places = aligned.tiles * config.rows
         h = torch.empty((places, inner), dtype=torch.float8_e4m3fn, device="cuda")
         h_scale = torch.full((inner // SCALE_BLOCK, places), float("nan"), device="cuda")
-        common = dict(dtype=BF16, config=config, aligned=aligned, routed=routing, act=layer.act, pdl=False)
-        _grouped(values, scales, layer.gate_up, h, h_scale, gated=True, **common)  # type: ignore[arg-type]
+        _grouped(experts, config, aligned, values, scales, h, h_scale, gated=True)
         place = (aligned.pairs[: int(aligned.used) * config.rows] < rows * TOP_K).nonzero().flatten()
         pair = aligned.pairs[place].long()
         expert, sums = routing.ids.flatten()[pair], torch.empty((len(pair), 2 * inner), dtype=torch.float64, device="cuda")

@@ -18,7 +18,6 @@ from runtime.layers.moe.kernels.down_sums import is_faster as sums_are_faster
 from runtime.layers.moe.kernels.down_sums import supports as sums_supported
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
-from runtime.layers.moe.kernels.gated_act import GatedAct
 from runtime.layers.moe.kernels.pair_sums import SQUARE_COLUMNS, pair_sums
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument, routing_argument
 
@@ -106,34 +105,23 @@ def experts_by_fragments(experts: ExpertPass, *, add: bool = False, deferred: De
 
     The order of sums depends only on the shapes and the routing of all tokens.
     """
-    x, gate_up, down, routing, act, out, first, pdl, shared, _ = experts
+    x, _, down, routing, _, out, first, pdl, shared, _ = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routing.ids.shape[1]
     assert not shared or first == 0, "a shared expert is stacked with all others"
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
     routed = routing_argument(routing, first, E)
-    _gemm(x, gate_up, h, routed, T, top_k, act, gated=True, pdl=pdl, shared=shared)
+    _gemm(experts, routed, x, h, gated=True)
     if sums_supported(down, T, top_k) and sums_are_faster(down.format, T):
         down_sums(h, down, routed, top_k, out, add=add, deferred=deferred, pdl=pdl)
         return out
     y = torch.empty((T * top_k, hidden), dtype=torch.float32, device=x.device)
-    _gemm(h, down, y, routed, T, top_k, act, gated=False, pdl=pdl)
+    _gemm(experts, routed, h, y, gated=False)
     return pair_sums(y, routed, top_k, out, add=add, deferred=deferred, pdl=pdl)
 
 
-def _gemm(
-    x: torch.Tensor,
-    w: ExpertWeights,
-    out: torch.Tensor,
-    routed: RoutingArgument,
-    T: int,
-    top_k: int,
-    act: GatedAct,
-    *,
-    gated: bool,
-    pdl: bool,
-    shared: bool = False,
-) -> None:
+def _gemm(experts: ExpertPass, routed: RoutingArgument, x: torch.Tensor, out: torch.Tensor, *, gated: bool) -> None:
     """Launch one of the GEMMs. The second one starts before the first has ended, and reads the routing immediately."""
+    w, act, T, top_k = experts.gate_up if gated else experts.down, experts.act, len(experts.x), experts.routed.ids.shape[1]
     E, rows, columns = w.shape
     cut, pairs = _cut(w, T), T * top_k
     assert cut is not None, f"{columns} columns are too many"
@@ -141,10 +129,8 @@ def _gemm(
     blocks = cut.blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
     assert min(E, pairs) + pairs // (TILE_TOKENS * cut.tiles) <= (SEGMENTS - 4) * blocks, f"{E} experts are too many"
     small, even = pairs <= SMALL_PAIRS and TILE_TOKENS * cut.tiles >= T, columns % STAGE_COLUMNS[w.format] == 0
-    act_kind, bias = act.kind if gated else 0, w.bias is not None
-    variant = _Gemm(
-        rows, columns, FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, shared and small, cut, pdl
-    )
+    act_kind, bias, shared, pdl = act.kind if gated else 0, w.bias is not None, gated and small and experts.shared, experts.pdl
+    variant = _Gemm(rows, columns, FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, shared, cut, pdl)
     kernel = _gemm_kernel(variant, _shared_bytes(w, cut, T))
     hit = E * (1 - (1 - top_k / max(E, top_k)) ** T)  # expected number of experts if tokens choose at random
     split = _split(-(-hit * rows // 16 // blocks), -(-columns // STAGE_COLUMNS[w.format]), cut.warps)

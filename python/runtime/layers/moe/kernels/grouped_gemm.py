@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,9 +17,7 @@ from runtime.layers.kernels.cuda_program import program
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
-from runtime.layers.moe.kernels.gated_act import GatedAct
 from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
-from runtime.layers.moe.router import Routing
 
 GROUPED_PARTS = Path(__file__).with_name("grouped_parts.cu")
 """The part common to grouped GEMMs."""
@@ -103,7 +101,7 @@ def experts_by_wgmma(experts: ExpertPass, config: WgmmaExpertsConfig, added: Add
     """Like `experts_many_rows`, for arguments that the kernels support. With e4m3 weights, rows of x are rounded to e4m3 with one scale per
     row, and rows between the GEMMs with one scale per `SCALE_BLOCK` columns.
     """
-    x, gate_up, down, routed, act, out, first, pdl, *_ = experts
+    x, gate_up, down, routed, _, out, first, pdl, *_ = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
     experts.check()
     fp8, x_scale, h_scale = gate_up.format == "fp8", None, None
@@ -111,33 +109,29 @@ def experts_by_wgmma(experts: ExpertPass, config: WgmmaExpertsConfig, added: Add
     places = aligned.tiles * config.rows
     h = torch.empty((places, inner), dtype=torch.float8_e4m3fn if fp8 else x.dtype, device=x.device)
     y = torch.empty((T * top_k, hidden), dtype=x.dtype, device=x.device)
-    grouped = partial(_grouped, dtype=x.dtype, config=config, aligned=aligned, routed=routed, act=act, pdl=pdl)
     if fp8:
         x, x_scale = quantize_rows(x, pdl=pdl)
         h_scale = torch.empty((inner // SCALE_BLOCK, places), dtype=torch.float32, device=x.device)
-    grouped(x, x_scale, gate_up, h, h_scale, gated=True)
-    grouped(h, h_scale, down, y, None, gated=False)
+    _grouped(experts, config, aligned, x, x_scale, h, h_scale, gated=True)
+    _grouped(experts, config, aligned, h, h_scale, y, None, gated=False)
     return sum_pairs(y, routed, out, first, E, added=added, pdl=pdl)
 
 
 def _grouped(
+    experts: ExpertPass,
+    config: WgmmaExpertsConfig,
+    aligned: Aligned,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
-    weights: ExpertWeights,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
     *,
     gated: bool,
-    dtype: torch.dtype,
-    config: WgmmaExpertsConfig,
-    aligned: Aligned,
-    routed: Routing,
-    act: GatedAct,
-    pdl: bool,
 ) -> None:
-    """Launch one grouped GEMM. With `gated`, x has a row per token and `out` a row per place of `aligned`; otherwise x has a row per place
-    and `out` a row per pair. `dtype`: dtype of activations that are not e4m3.
+    """Launch one grouped GEMM of a pass. With `gated`, x has a row per token and `out` a row per place of `aligned`; otherwise x has a row
+    per place and `out` a row per pair. Both are e4m3 if they have scales.
     """
+    weights, act, routed, dtype, pdl = experts.gate_up if gated else experts.down, experts.act, experts.routed, experts.x.dtype, experts.pdl
     (E, N, K), columns = weights.shape, out.shape[1]
     tile = config.gate_up_tile if gated else config.down_tile
     fp8 = x_scale is not None

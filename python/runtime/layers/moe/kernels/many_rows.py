@@ -19,9 +19,7 @@ from runtime.layers.kernels.rms_norm import WIDE
 from runtime.layers.kernels.weight_step import dot_step, row_pointers
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
-from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.gate import apply_gate
-from runtime.layers.moe.kernels.gated_act import GatedAct
 from runtime.layers.moe.router import Routing
 from runtime.layers.norm import RMSNorm
 
@@ -35,7 +33,7 @@ def experts_many_rows(experts: ExpertPass, config: GroupedConfig, added: Added |
         config: the tilings; with `config.fp8_rows` and FP8 weights, activations are rounded to e4m3 with one scale per row.
         added: as in `sum_pairs`.
     """
-    x, gate_up, down, routed, act, out, first, pdl, *_ = experts
+    x, gate_up, _, routed, _, out, first, pdl, *_ = experts
     (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
     inner, pairs = N // 2, T * top_k
     experts.check()
@@ -46,10 +44,10 @@ def experts_many_rows(experts: ExpertPass, config: GroupedConfig, added: Added |
     fp8_rows = config.fp8_rows and gate_up.format == "fp8"
     if fp8_rows:
         x, x_scale = quantize_rows(x, pdl=pdl)
-    _grouped(x, x_scale, gate_up, h, routed.weights, aligned, act, config, top_k, gated=True, pdl=pdl)
+    _grouped(experts, config, aligned, x, x_scale, h, gated=True)
     if fp8_rows:
         h, h_scale = quantize_rows(h, pdl=pdl)
-    _grouped(h, h_scale, down, y, routed.weights, aligned, act, config, top_k, gated=False, pdl=pdl)
+    _grouped(experts, config, aligned, h, h_scale, y, gated=False)
     return sum_pairs(y, routed, out, first, E, added=added, pdl=pdl)
 
 
@@ -93,22 +91,23 @@ def sum_pairs(
 
 
 def _grouped(
-    x: torch.Tensor, x_scale: torch.Tensor | None, weights: ExpertWeights, out: torch.Tensor, pair_weights: torch.Tensor,
-    aligned: Aligned, act: GatedAct, config: GroupedConfig, top_k: int, *, gated: bool, pdl: bool,
+    experts: ExpertPass, config: GroupedConfig, aligned: Aligned, x: torch.Tensor, x_scale: torch.Tensor | None, out: torch.Tensor,
+    *, gated: bool,
 ) -> None:  # fmt: skip
-    """Launch one grouped GEMM. With `gated`, x has a row per token and `out` is gated; otherwise both have a row per pair."""
+    """Launch one grouped GEMM of a pass. With `gated`, x has a row per token and `out` is gated; otherwise both have a row per pair."""
+    weights, act, routed, pdl = experts.gate_up if gated else experts.down, experts.act, experts.routed, experts.pdl
     (_, N, K), columns = weights.shape, out.shape[1]
     outputs = config.block_n // 2 if gated else config.block_n
     block_k = config.block_k
     if weights.format == "fp8":
         block_k = min(block_k, weights.scale_layout[3])
     _grouped_kernel[(aligned.tiles * triton.cdiv(columns, outputs),)](
-        x, x_scale, weights.weight, weights.scale, weights.bias, out, pair_weights, aligned.pairs, aligned.experts, aligned.used,
-        pair_weights.numel(), columns, N, K, *weights.scale_layout, act.alpha, act.limit, TOP_K=top_k, GATED=gated, KIND=act.kind,
-        BIAS=weights.bias is not None, FP8_ROWS=x_scale is not None, BLOCK_M=config.rows, BLOCK_N=config.block_n, BLOCK_K=block_k,
-        TILES_TOGETHER=config.tiles_together, STAGES=config.stages, FORMAT=FORMATS[weights.format], EVEN_N=columns % outputs == 0,
-        EVEN_K=K % block_k == 0, PTX=out.is_cuda and out.dtype is torch.bfloat16, PDL=pdl, num_warps=config.num_warps,
-        num_stages=config.stages, **launch_options(pdl),
+        x, x_scale, weights.weight, weights.scale, weights.bias, out, routed.weights, aligned.pairs, aligned.experts, aligned.used,
+        routed.weights.numel(), columns, N, K, *weights.scale_layout, act.alpha, act.limit, TOP_K=routed.ids.shape[1], GATED=gated,
+        KIND=act.kind, BIAS=weights.bias is not None, FP8_ROWS=x_scale is not None, BLOCK_M=config.rows, BLOCK_N=config.block_n,
+        BLOCK_K=block_k, TILES_TOGETHER=config.tiles_together, STAGES=config.stages, FORMAT=FORMATS[weights.format],
+        EVEN_N=columns % outputs == 0, EVEN_K=K % block_k == 0, PTX=out.is_cuda and out.dtype is torch.bfloat16, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.stages, **launch_options(pdl),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import GROUPED_PARTS
 from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.kernels.widened_rows import prepare_rows
-from runtime.layers.moe.router import Routing
 from runtime.layers.quantization.mxfp4 import GROUP, ROWS
 
 MATRIX = 64
@@ -46,11 +45,6 @@ MOST_GATED = 200.0
 """Largest clamp limit for which float16 can represent the activation's products."""
 CODE_BITS: Mapping[WeightFormat, int] = {"fp8": 8, "mxfp4": 4}
 """Bits per weight in each format that the kernels convert."""
-PARTS_OF: Mapping[WeightFormat, Path] = {
-    "fp8": Path(__file__).with_name("e4m3_weights.cu"),
-    "mxfp4": Path(__file__).with_name("mxfp4_weights.cu"),
-}
-"""The format-specific part of the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +139,7 @@ def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None)
     Args:
         pairs: pairs per tile, a key of `TILES`: about as many as an expert has.
     """
-    x, gate_up, down, routed, act, out, first, pdl, *_ = experts
+    x, gate_up, down, routed, _, out, first, pdl, *_ = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
     experts.check()
     aligned = align(routed.ids, first, E, pairs, pdl=pdl)
@@ -153,25 +147,18 @@ def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None)
     between = torch.bfloat16 if gate_up.format == "fp8" else torch.float16
     h = torch.empty((aligned.tiles * pairs, inner), dtype=between, device=x.device)
     y = torch.empty((T * top_k, hidden), dtype=x.dtype, device=x.device)
-    grouped = partial(_grouped, aligned=aligned, routed=routed, act=act, pdl=pdl)
-    grouped(rows, factors, gate_up, h, gated=True)
-    grouped(h, None, down, y, gated=False)
+    _grouped(experts, aligned, rows, factors, h, gated=True)
+    _grouped(experts, aligned, h, None, y, gated=False)
     return sum_pairs(y, routed, out, first, E, added=added, pdl=pdl)
 
 
 def _grouped(
-    x: torch.Tensor,
-    factors: torch.Tensor | None,
-    weights: ExpertWeights,
-    out: torch.Tensor,
-    *,
-    gated: bool,
-    aligned: Aligned,
-    routed: Routing,
-    act: GatedAct,
-    pdl: bool,
+    experts: ExpertPass, aligned: Aligned, x: torch.Tensor, factors: torch.Tensor | None, out: torch.Tensor, *, gated: bool
 ) -> None:
-    """Launch one grouped GEMM. x has a row per place of `aligned`, and with `gated` so has `out`, which otherwise has a row per pair."""
+    """Launch one grouped GEMM of a pass. x has a row per place of `aligned`, and with `gated` so has `out`, which otherwise has a row per
+    pair.
+    """
+    weights, act, routed, pdl = experts.gate_up if gated else experts.down, experts.act, experts.routed, experts.pdl
     (E, N, K), columns = weights.shape, out.shape[1]
     assert weights.scale is not None
     fp8, bias = weights.format == "fp8", weights.bias is not None
@@ -226,6 +213,5 @@ def source(variant: _Variant) -> str:
     )  # fmt: skip
     multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in sorted({fewer, v.pairs}))
     here = Path(__file__)
-    return fragments.source(
-        here.with_suffix(".cu"), constants, PARTS, GROUPED_PARTS, multiply, here.with_name("widened_tiles.cu"), PARTS_OF[v.format]
-    )
+    parts = (here.with_name(name) for name in ("widened_tiles.cu", "mxfp4_weights.cu" if v.format == "mxfp4" else "e4m3_weights.cu"))
+    return fragments.source(here.with_suffix(".cu"), constants, PARTS, GROUPED_PARTS, multiply, *parts)

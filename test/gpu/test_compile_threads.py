@@ -47,7 +47,7 @@ def test_programs_come_from_disk_at_the_next_start(tmp_path: Path, monkeypatch: 
         assert file.read_bytes().endswith(code)
         kernel = cuda_driver.compile_kernel(source, "answer", threads=32, cluster=1, shared_bytes=0)
         out = torch.zeros(32, device="cuda")
-        kernel(1, (cuda_driver.pointer(out),), pdl=False)
+        kernel(1, (out,), pdl=False)
         assert out.tolist() == [42.0] * 32
         monkeypatch.setattr(cuda_driver, "_run_nvrtc", lambda *_: pytest.fail("the program is compiled again"))
         assert cuda_driver.compile_program.__wrapped__(source) == code  # pyright: ignore[reportFunctionMemberAccess]

@@ -200,25 +200,13 @@ def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tu
 
 def _parameter(value: Any) -> Any:
     if value is None or isinstance(value, torch.Tensor):
-        return pointer(value)
-    return int32(value) if isinstance(value, int) else value
-
-
-def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    """A pointer parameter; null for None."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+    return _int32(value) if isinstance(value, int) else value
 
 
 @cache
-def int32(value: int) -> ctypes.c_int:
-    """An int parameter."""
+def _int32(value: int) -> ctypes.c_int:
     return ctypes.c_int(value)
-
-
-@cache
-def int64(value: int) -> ctypes.c_longlong:
-    """A long long parameter."""
-    return ctypes.c_longlong(value)
 
 
 def check(result: tuple[Any, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 
 from runtime.layers.kernels import cuda_driver
@@ -19,7 +20,7 @@ PAUSE_CYCLES = 10_000
 
 def pause(pdl: bool) -> None:
     """Wait for the preceding kernel, trigger the next launch, and end after `PAUSE_CYCLES`."""
-    _kernel()(1, (cuda_driver.int64(PAUSE_CYCLES),), pdl)
+    _kernel()(1, (ctypes.c_longlong(PAUSE_CYCLES),), pdl)
 
 
 @cache

@@ -35,20 +35,18 @@ _EMPTY = 0x80008000  # `EMPTY` in the CUDA source
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
-class Inboxes:
-    """This rank's memory into which the other ranks write, and the addresses of theirs in this process. It exists as long as the
-    process.
-    """
+def _inboxes(group: ParallelGroup) -> list[int]:
+    """The addresses in this process of each rank's memory into which the other ranks write. It exists as long as the process.
 
-    def __init__(self, group: ParallelGroup) -> None:
-        """All ranks call it together. Raises `RuntimeError` if the driver cannot share memory between these GPUs."""
-        driver, packets, tiles = cuda_driver.driver, 2 * group.size * PACKETS * PACKET, 2 * TILES * TILE_BYTES
-        own = cuda_driver.check(driver.cuMemAlloc(packets + tiles))
-        cuda_driver.check(driver.cuMemsetD8(own, 0, packets))
-        cuda_driver.check(driver.cuMemsetD32(int(own) + packets, _EMPTY, tiles // 4))
-        torch.cuda.synchronize()  # the other ranks may write from now on
-        handles = group.gather(bytes(cuda_driver.check(driver.cuIpcGetMemHandle(own)).reserved))
-        self.addresses = [int(own) if rank == group.rank else _open(handle) for rank, handle in enumerate(handles)]
+    All ranks call it together. Raises `RuntimeError` if the driver cannot share memory between these GPUs.
+    """
+    driver, packets, tiles = cuda_driver.driver, 2 * group.size * PACKETS * PACKET, 2 * TILES * TILE_BYTES
+    own = cuda_driver.check(driver.cuMemAlloc(packets + tiles))
+    cuda_driver.check(driver.cuMemsetD8(own, 0, packets))
+    cuda_driver.check(driver.cuMemsetD32(int(own) + packets, _EMPTY, tiles // 4))
+    torch.cuda.synchronize()  # the other ranks may write from now on
+    handles = group.gather(bytes(cuda_driver.check(driver.cuIpcGetMemHandle(own)).reserved))
+    return [int(own) if rank == group.rank else _open(handle) for rank, handle in enumerate(handles)]
 
 
 def _open(reserved: bytes) -> int:
@@ -85,8 +83,7 @@ class PushExchange:
         """All ranks call it together. Raises `RuntimeError` if the driver or the compiler refuse."""
         self._rank, self._size, self._pdl = group.rank, group.size, pdl
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
-        inboxes = Inboxes(group)
-        addresses = (ctypes.c_uint64 * group.size)(*inboxes.addresses)
+        addresses = (ctypes.c_uint64 * group.size)(*_inboxes(group))
         self._ranks = _ranks_struct(group.size)(addresses, PACKETS, TILES, CHECK_SECONDS * NANOSECONDS)
         self.shot_limits = (sys.maxsize, 0) if group.size > 2 else (sys.maxsize,)
         self.limit = self.one_shot_limit = sys.maxsize

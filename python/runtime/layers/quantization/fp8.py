@@ -42,12 +42,13 @@ class BlockFp8(QuantScheme):
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """`prefix.weight` and its scales, or one tensor of any float dtype that is quantised when it is stored."""
-        weight, scale = storage.weight[part.rows], _part_scales(part, storage)
+        weight, block = storage.weight[part.rows], block_size(storage)
+        scale = storage.scales[part.rows.start // block[0] : -(-part.rows.stop // block[0])]
         first = part.index[0].start % BLOCK, part.index[1].start % BLOCK
         blocks = tuple(slice(index.start // BLOCK, -(-index.stop // BLOCK)) for index in part.index)
 
         def put_scales(scales: torch.Tensor) -> None:
-            scale.copy_(_finer(scales, first, scale.shape, block_size(storage)))
+            scale.copy_(_finer(scales, first, scale.shape, block))
 
         def quantize(values: torch.Tensor) -> None:
             quantized, scales = quantize_blocks(values.to(weight.device))
@@ -148,11 +149,6 @@ def block_size(storage: Storage) -> tuple[int, int]:
     """Rows and columns of a block of `storage`."""
     rows, columns = (block_length(size, count) for size, count in zip(storage.weight.shape[-2:], storage.scales.shape[-2:], strict=True))
     return rows, columns
-
-
-def _part_scales(part: LinearPart, storage: Storage) -> torch.Tensor:
-    rows = block_size(storage)[0]
-    return storage.scales[part.rows.start // rows : -(-part.rows.stop // rows)]
 
 
 def _finer(scales: torch.Tensor, first: tuple[int, int], shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:

@@ -57,19 +57,18 @@ class Int8(QuantScheme):
         32 rows a single bfloat16 GEMM would be faster than the packed kernel, but would not keep the bits. Without AVX-512 the packed
         kernel is faster for prompts, too.
         """
-        out = _multiply(x.bfloat16(), storage.weight, storage.scales, in_prompt).type_as(x)
+        rows, (out_features, columns) = x.bfloat16(), storage.weight.shape
+        packable = columns % COLUMN_MULTIPLE == 0 and out_features % ROW_MULTIPLE == 0
+        if packable and not (in_prompt and prompts_use_gemms()):
+            out = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), storage.weight, storage.scales)
+        else:
+            out = blocked_matmul(rows, storage.weight.to(torch.bfloat16)).mul_(storage.scales)
+        out = out.type_as(x)
         return out if bias is None else out.add_(bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """Rows times their scales."""
         return (storage.weight.float() * storage.scales.float()[..., None]).to(dtype)
-
-
-def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_prompt: bool) -> torch.Tensor:
-    packable = weight.shape[1] % COLUMN_MULTIPLE == 0 and weight.shape[0] % ROW_MULTIPLE == 0
-    if packable and not (in_prompt and prompts_use_gemms()):
-        return torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight, scale)
-    return blocked_matmul(x, weight.to(torch.bfloat16)).mul_(scale)
 
 
 def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -59,10 +59,9 @@ class Experts:
 
     def without_last(self) -> Experts:
         """Views of all except the last, which is the shared one."""
-
-        gate_up, down = (Storage(*(tensor[:-1] for tensor in storage.tensors)) for storage in (self.gate_up, self.down))
         assert self.gate_up_bias is None, "experts stacked with a shared one have no bias"
         assert self.down_bias is None, "experts stacked with a shared one have no bias"
+        gate_up, down = self.gate_up.at(slice(-1)), self.down.at(slice(-1))
         return replace(self, gate_up=gate_up, down=down, count=self.count - 1, total=self.total - 1, shared=False)
 
     def active_parameters(self, chosen: int) -> int:

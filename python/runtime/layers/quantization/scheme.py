@@ -66,8 +66,8 @@ class Storage:
         assert self.scale is not None
         return self.scale
 
-    def at(self, index: int | torch.Tensor) -> Storage:
-        """Views of one weight of a stack (int), or a copy of rows int64 [n] of a weight with scales by row."""
+    def at(self, index: int | slice | torch.Tensor) -> Storage:
+        """Views of one weight of a stack (int) or of several (slice), or a copy of rows int64 [n] of a weight with scales by row."""
         return Storage(*(tensor[index] for tensor in self.tensors))
 
 

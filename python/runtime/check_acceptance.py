@@ -5,10 +5,11 @@ The same prompts run eagerly, through every graph runner, and without drafts.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from runtime.model_executor.context import ReplayKind
+    from runtime.model_executor.graph_runner import GraphRunner
     from runtime.model_executor.parity import Outcome
     from runtime.model_executor.worker import Worker
 
@@ -43,6 +45,8 @@ PROMPTS = {"type": Path, "metavar": "FILE", "help": "JSON or plain lines, one pr
 DIFFERENT = 1
 TIES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """Largest difference of log-probabilities that rounding explains, by dtype: passes of different widths round differently."""
+PREFIX_TOKENS = 1024
+"""Tokens of the prefix that prompts share for passes that attend once to it."""
 LEFT_OUT = 1.0
 """Added to the difference if a token is not among the top log-probabilities."""
 
@@ -161,7 +165,9 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     sizes = [size for size in default_graph_sizes(running + 1) if size % 2 == 0 or size == 1] if on_cpu else None
     with open_worker(config, model_config, "eager" if on_cpu else None, sizes) as worker:
         any_depth = bool(speculative.depths) or len(set(worker.parts.depths.limits.values())) == 1
-        session = Session(worker, config, model_config, prompts, max_new_tokens, any_depth)
+        room = min(prompt_room(config.model.context_length, max_new_tokens), worker.limits.max_total_tokens // 2 - max_new_tokens)
+        prefixed = with_prefix(prompts, room) if has_graphs(worker.parts.verifier.shared) else []
+        session = Session(worker, config, model_config, prompts, max_new_tokens, any_depth, prefixed)
         if not any(runner.sizes for runner in worker.all_runners):
             raise ConfigError("nothing is captured, so there is nothing to compare; leave --disable-cuda-graph out, or use another backend")
         with eagerly(worker.all_runners, RunMode.EAGER if on_cpu else RunMode.EAGER_PADDED):
@@ -179,6 +185,17 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
         say("acceptance or text differs where one graph runs a whole iteration", log)
         status = DIFFERENT
     return status if lossless else DIFFERENT
+
+
+def has_graphs(runners: Mapping[int, GraphRunner]) -> bool:
+    """Whether any of these runners has a graph."""
+    return any(runner.sizes for runner in runners.values())
+
+
+def with_prefix(prompts: list[list[int]], room: int) -> list[list[int]]:
+    """The prompts after a prefix of `PREFIX_TOKENS` tokens, made of the prompts; [] if one of them is then longer than `room` tokens."""
+    prefix = list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(prompts)), PREFIX_TOKENS))
+    return [[*prefix, *ids] for ids in prompts] if PREFIX_TOKENS + max(map(len, prompts)) <= room else []
 
 
 @contextmanager
@@ -230,11 +247,17 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Group:
-    """Prompts, by number, of which at most `at_once` run at a time. `top_logprobs`: as in `GenerateReq`."""
+    """Prompts, by number, of which at most `at_once` run at a time.
 
-    prompts: list[int]
+    Attributes:
+        top_logprobs: as in `GenerateReq`.
+        limits: maximum numbers of drafts, which the prompts take in turn; no limits if empty.
+    """
+
+    prompts: Sequence[int]
     at_once: int
     top_logprobs: int = -1
+    limits: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -243,6 +266,7 @@ class Session:
 
     Attributes:
         in_turn: whether iterations run at all depths in turn, because the size of the batch does not decide which one runs.
+        prefixed: further prompts, which have a common prefix.
     """
 
     worker: Worker
@@ -251,16 +275,29 @@ class Session:
     prompts: list[list[int]]
     max_new_tokens: int
     in_turn: bool = False
+    prefixed: Sequence[list[int]] = ()
 
     def run(self) -> Outcome:
-        """Acceptance, and the texts of all prompts. Raises `ServingError` if a request fails.
+        """Acceptance, and the text of each prompt, which concatenates those of its runs. Raises `ServingError` if a request fails."""
+        from runtime.model_executor.parity import Outcome
+
+        with self.worker.parts.monitor.without_sample(), self.worker.parts.depths.in_turn() if self.in_turn else nullcontext():
+            answers = self._serve(self._groups())
+        texts = [[token for at, answer in answers if at == i for token in answer.tokens] for i in range(self._count)]
+        return Outcome(self.worker.parts.monitor.counted(), texts)
+
+    @property
+    def _count(self) -> int:
+        return len(self.prompts) + len(self.prefixed)
+
+    def _groups(self) -> list[Group]:
+        """What runs one after another, so that all kinds of verify passes run.
 
         If drafting is disabled above some batch size, the first prompts run in batches small enough to draft, and the last
         ones together. If there are too few prompts for both, some run in both. If verify passes of few rows skip the logits, all run
-        again with log-probabilities, which need them. The texts of a prompt's runs are concatenated.
+        again with log-probabilities, which need them. For ragged passes of each mean width, they run with limits of drafts that differ.
+        Of the prompts with a common prefix, the first one runs alone before all, which then find its pages.
         """
-        from runtime.model_executor.parity import Outcome
-
         limits, count = self.worker.parts.depths.limits, len(self.prompts)
         with_drafts = min(limits.values())
         few, many = 0, count
@@ -269,23 +306,27 @@ class Session:
             few = max(count - many, 1)
         if self.in_turn:
             few, many = count, 0
-        groups = [Group(list(range(few)), with_drafts), Group([i % count for i in range(count - many, count)], many)]
-        if any(runner.sizes for runner in self.worker.parts.verifier.greedy.values()):
+        groups = [Group(range(few), with_drafts), Group([i % count for i in range(count - many, count)], many)]
+        verifier = self.worker.parts.verifier
+        if has_graphs(verifier.greedy):
             groups += [replace(group, top_logprobs=0) for group in groups]
-        with self.worker.parts.monitor.without_sample(), self.worker.parts.depths.in_turn() if self.in_turn else nullcontext():
-            answers = self._serve(groups)
-        texts = [[token for at, answer in answers if at == i for token in answer.tokens] for i in range(count)]
-        return Outcome(self.worker.parts.monitor.counted(), texts)
+        if has_graphs(verifier.ragged):
+            depth = verifier.ragged_depth
+            limits = ([0] * (depth + 1 - width) + [depth] * (width - 1) for width in verifier.ragged)
+            groups += [Group(range(count), count, limits=one) for one in limits]
+        if self.prefixed:
+            groups += [Group([count], 1), Group(range(count, self._count), count)]
+        return groups
 
     def plain_texts(self) -> list[PlainText]:
         """The texts of plain decoding, by prompt."""
         with self.worker.parts.depths.forced(0):
-            count = len(self.prompts)
-            return [text for _, text in self._serve([Group(list(range(count)), count, MAX_TOP_LOGPROBS)])]
+            return [text for _, text in self._serve([Group(range(self._count), len(self.prompts), MAX_TOP_LOGPROBS)])]
 
     def _serve(self, groups: Sequence[Group]) -> list[tuple[int, PlainText]]:
         """Run the groups one after another; the number and text of each of their prompts."""
         sampling = SamplingParams(temperature=0.0, max_new_tokens=self.max_new_tokens, ignore_eos=True)
+        prompts = [*self.prompts, *self.prefixed]
         inbox, alive = list[ToScheduler](), set[str]()
         order = [at for group in groups for at in group.prompts]
         answers = {str(i): PlainText([], []) for i in range(len(order))}
@@ -308,8 +349,14 @@ class Session:
         )
         for group in groups:
             waiting = [
-                GenerateReq(rid=next(rids), input_ids=self.prompts[at], sampling=sampling, seed=at, top_logprobs=group.top_logprobs)
-                for at in group.prompts
+                GenerateReq(
+                    rid=next(rids),
+                    input_ids=prompts[at],
+                    sampling=structs.replace(sampling, speculative_num_steps=limit),
+                    seed=at,
+                    top_logprobs=group.top_logprobs,
+                )
+                for at, limit in zip(group.prompts, itertools.cycle(group.limits or [None]), strict=False)
             ]
             while waiting or inbox or not scheduler.idle:
                 for ask in waiting[: group.at_once - len(alive)]:

@@ -18,10 +18,12 @@ from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import TritonConfig
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import BAD_USE, ConfigError
+from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.bounded_head import BoundedHead
 from runtime.layers.linear import Linear
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor import build as worker_build
+from runtime.model_executor import verification
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode, capture_all, eagerly
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.parity import check_parity, run_scratch
@@ -262,6 +264,31 @@ def test_runs_with_and_without_logits_are_compared(
     assert check_acceptance.main(command) == (check_acceptance.DIFFERENT if broken else 0)
     out = capsys.readouterr().out
     assert all(re.search(rf"^{name}: [1-9]\d* replays", out, re.M) for name in ("verify", "verify greedy"))
+
+
+@pytest.mark.parametrize("broken", ["", "verify W=2", "verify W=3", "verify shared"])
+def test_passes_over_windows_of_different_widths_and_a_shared_prefix_are_compared(
+    command: list[str], broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def repeat(worker: Any) -> None:
+        for runner in worker.all_runners:
+            if runner.spec.name == broken:
+                _repeat_a_token(runner)
+
+    for name, value in (("MIN_REQUESTS", 2), ("SHARED_FROM", 2), ("SHARED_SAVES", 1), ("SHARED_PADDING", 2)):
+        monkeypatch.setattr(verification, name, value)
+    monkeypatch.setattr(TorchNativeAttention, "caps", replace(TorchNativeAttention.caps, shared_prefix=True))
+    monkeypatch.setattr(check_acceptance, "PREFIX_TOKENS", 70)
+    change_builds(monkeypatch, repeat)
+    assert check_acceptance.main([*command, "--page-size", "16"]) == (check_acceptance.DIFFERENT if broken else 0)
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^{name}: [1-9]\d* replays", out, re.M) for name in ("verify W=2", "verify W=3", "verify shared"))
+
+
+def test_prompts_share_a_prefix_only_if_there_is_room() -> None:
+    prompts, prefix = [[1, 2, 3], [4]], [*[1, 2, 3, 4] * 256]
+    assert check_acceptance.with_prefix(prompts, 1027) == [[*prefix, 1, 2, 3], [*prefix, 4]]
+    assert check_acceptance.with_prefix(prompts, 1026) == []
 
 
 def test_what_cannot_be_compared_is_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

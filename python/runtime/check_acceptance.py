@@ -178,6 +178,8 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
             graphs = session.run()
         whole = session.run() if worker.iteration_runners else graphs
     say(side_by_side(eager.counters, graphs.counters), log)
+    if prefixed:
+        say(f"prompts {len(prompts) + 1} to {2 * len(prompts)} are the given ones after a common prefix of {PREFIX_TOKENS} tokens", log)
     replays = [runner.replayed - first for runner, first in zip(worker.all_runners, before, strict=True)]
     lossless = plain is None or report_plain(plain, [*eager.tokens, *graphs.tokens], TIES[config.device.dtype])
     status = report_parity(worker, eager, graphs, replays)

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from runtime.config.kernel_configs import TritonConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
+from runtime.layers.bounded_head import BoundedHead
 from runtime.layers.linear import Linear
+from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import BuildOptions
 from runtime.model_executor.followers import Followers
@@ -105,6 +109,17 @@ def speculating(
     elif algorithm != "NGRAM":
         teach(worker.parts.drafter.model, worker.parts.target.runner.model.lm_head.weight)
     return worker
+
+
+def use_head_bounds(patch: pytest.MonkeyPatch) -> None:
+    """From now on LM heads have bounds on a CPU too, where all tokens are scored instead."""
+
+    def bounded_head(ops: TorchOps, head: Linear) -> BoundedHead:
+        bounded = BoundedHead(head)
+        bounded.choices[1] = TritonConfig(128, 128, 4, 4)
+        return bounded
+
+    patch.setattr(TorchOps, "bounded_head", bounded_head)
 
 
 def exact_product(self: Linear, x: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:

@@ -15,13 +15,9 @@ from msgspec import structs
 
 from runtime import check_acceptance
 from runtime.config.device_tuning import H200
-from runtime.config.kernel_configs import TritonConfig
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import BAD_USE, ConfigError
 from runtime.layers.attention.torch_native import TorchNativeAttention
-from runtime.layers.bounded_head import BoundedHead
-from runtime.layers.linear import Linear
-from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor import build as worker_build
 from runtime.model_executor import verification
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode, capture_all, eagerly
@@ -29,7 +25,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.parity import check_parity, run_scratch
 from runtime.model_executor.short_prompts import PromptCost, ShortPrompts, prompt_forward, prompt_spec
 from runtime.worker_info import RunnerRuns
-from unit.predicting import calm, draft_folder, speculating, teach
+from unit.predicting import calm, draft_folder, speculating, teach, use_head_bounds
 from unit.small_tokenizer import write_small_tokenizer
 from unit.storm import runners
 
@@ -244,23 +240,18 @@ def test_a_runner_that_replayed_nothing_was_not_compared(
     assert "the same" not in out
 
 
-@pytest.mark.usefixtures("bounds")
 @pytest.mark.parametrize("broken", ["", "verify", "verify greedy"])
 def test_runs_with_and_without_logits_are_compared(
     command: list[str], broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def lose(worker: Any) -> None:
-        for runner in worker.all_runners:
-            if runner.spec.name == broken:
-                _repeat_a_token(runner)
-
     def with_bounds(config: RuntimeConfig, most: int) -> RuntimeConfig:
         config = usual(config, most)
         return structs.replace(config, graphs=structs.replace(config.graphs, head_bounds=True, iteration_graph=False))
 
     usual = check_acceptance._for_check
     monkeypatch.setattr(check_acceptance, "_for_check", with_bounds)
-    change_builds(monkeypatch, lose)
+    use_head_bounds(monkeypatch)
+    change_builds(monkeypatch, lambda worker: _repeat_a_token(worker, broken))
     assert check_acceptance.main(command) == (check_acceptance.DIFFERENT if broken else 0)
     out = capsys.readouterr().out
     assert all(re.search(rf"^{name}: [1-9]\d* replays", out, re.M) for name in ("verify", "verify greedy"))
@@ -270,19 +261,15 @@ def test_runs_with_and_without_logits_are_compared(
 def test_passes_over_windows_of_different_widths_and_a_shared_prefix_are_compared(
     command: list[str], broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def repeat(worker: Any) -> None:
-        for runner in worker.all_runners:
-            if runner.spec.name == broken:
-                _repeat_a_token(runner)
-
     for name, value in (("MIN_REQUESTS", 2), ("SHARED_FROM", 2), ("SHARED_SAVES", 1), ("SHARED_PADDING", 2)):
         monkeypatch.setattr(verification, name, value)
     monkeypatch.setattr(TorchNativeAttention, "caps", replace(TorchNativeAttention.caps, shared_prefix=True))
     monkeypatch.setattr(check_acceptance, "PREFIX_TOKENS", 70)
-    change_builds(monkeypatch, repeat)
+    change_builds(monkeypatch, lambda worker: _repeat_a_token(worker, broken))
     assert check_acceptance.main([*command, "--page-size", "16"]) == (check_acceptance.DIFFERENT if broken else 0)
     out = capsys.readouterr().out
     assert all(re.search(rf"^{name}: [1-9]\d* replays", out, re.M) for name in ("verify W=2", "verify W=3", "verify shared"))
+    assert "prompts 4 to 6 are the given ones after a common prefix of 70 tokens" in out
 
 
 def test_prompts_share_a_prefix_only_if_there_is_room() -> None:
@@ -370,27 +357,15 @@ def test_the_runner_at_fault_is_named(tmp_path: Path, name: str) -> None:
         check_parity(worker)
 
 
-@pytest.fixture
-def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LM heads with bounds, which a CPU has no kernels for."""
-
-    def bounded_head(ops: TorchOps, head: Linear) -> BoundedHead:
-        bounded = BoundedHead(head)
-        bounded.choices[1] = TritonConfig(128, 128, 4, 4)
-        return bounded
-
-    monkeypatch.setattr(TorchOps, "bounded_head", bounded_head)
-
-
-@pytest.mark.usefixtures("bounds")
 @pytest.mark.parametrize("name", ["verify", "verify greedy"])
-def test_passes_with_and_without_logits_are_compared(tmp_path: Path, name: str) -> None:
+def test_passes_with_and_without_logits_are_compared(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_head_bounds(monkeypatch)
     worker = speculating(tmp_path, replay="eager", sizes=[4], runtime={"head_bounds": True})
     check_parity(worker)
     runner = next(runner for runner in worker.all_runners if runner.spec.name == name)
     assert runner.replayed > 0
     assert runner.ran_eagerly > 0
-    _repeat_a_token(runner)
+    _repeat_a_token(worker, name)
     with pytest.raises(ConfigError, match=f"Graphs of {name} and"):
         check_parity(worker)
 
@@ -449,15 +424,16 @@ def _lose_results(runner: Any) -> None:
         runner._replays[key] = lost
 
 
-def _repeat_a_token(runner: Any) -> None:
-    """Replays find the same token everywhere."""
-    for key, replay in list(runner._replays.items()):
+def _repeat_a_token(worker: Any, name: str) -> None:
+    """Replays of the runner of this name, if there is one, find the same token everywhere."""
+    for runner in (runner for runner in worker.all_runners if runner.spec.name == name):
+        for key, replay in list(runner._replays.items()):
 
-        def repeated(replay: Any = replay) -> None:
-            replay()
-            runner.buffers["tokens"].fill_(5)
+            def repeated(runner: Any = runner, replay: Any = replay) -> None:
+                replay()
+                runner.buffers["tokens"].fill_(5)
 
-        runner._replays[key] = repeated
+            runner._replays[key] = repeated
 
 
 def test_without_graphs_the_check_says_so_and_passes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

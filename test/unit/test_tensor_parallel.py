@@ -15,13 +15,12 @@ from safetensors.torch import save_file
 
 from runtime.batch import EagerSample
 from runtime.config.device_tuning import H200
-from runtime.config.kernel_configs import TritonConfig
 from runtime.config.runtime_config import ParallelConfig, RuntimeConfig
 from runtime.distributed.agreement import Agreement
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.entrypoints.rank import check_same_model, check_same_weights, with_own_files
 from runtime.errors import ConfigError, RankFailed, RanksDiffer
-from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
+from runtime.layers.bounded_head import HeadWithCopy
 from runtime.layers.candidate_head import CandidateHead
 from runtime.layers.linear import Linear
 from runtime.layers.lm_head import all_logits, greedy, greedy_by_copy
@@ -33,7 +32,7 @@ from runtime.sampling_params import SamplingParams
 from runtime.speculative.draft_loader import draft_group
 from runtime.speculative.registry import make_drafter
 from unit.driver import GREEDY, Driver, EveryNth
-from unit.predicting import RUNTIME, calm, draft_folder, model_config, teach
+from unit.predicting import RUNTIME, calm, draft_folder, model_config, teach, use_head_bounds
 from unit.ranks import Meeting, ThreadGroup, ranks
 from unit.tiny import tiny_runtime, tiny_speculative
 
@@ -151,14 +150,8 @@ def counted(rows: list[int]) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("name", ["plain", "eagle"])
 def test_greedy_tokens_by_bounds_are_those_of_all_ranks(tmp_path: Path, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list[int]()
-
-    def bounded_head(ops: TorchOps, head: Linear) -> BoundedHead:
-        bounded = BoundedHead(head)
-        bounded.choices[1] = TritonConfig(128, 128, 4, 4)
-        return bounded
-
     expected, _ = texts(builder(tmp_path, DRAFTS[name], sizes=[1, 2, 4])())
-    monkeypatch.setattr(TorchOps, "bounded_head", bounded_head)
+    use_head_bounds(monkeypatch)
     monkeypatch.setattr(TorchOps, "greedy_by_copy", counted(rows))
     with ranks(2, builder(tmp_path, DRAFTS[name], sizes=[1, 2, 4], head_bounds=True)) as worker:
         found, _ = texts(worker)

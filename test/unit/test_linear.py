@@ -228,7 +228,7 @@ class NegatedHalves(QuantScheme):
     """A toy scheme: the checkpoint holds the negated weight in float16 beside one scale per layer, `prefix.toy_scale`."""
 
     name = "negated-halves"
-    gemm_caps = GemmCaps(dense=False)
+    gemm_caps = GemmCaps(None)
 
     def allocate(self, new: NewWeight) -> Storage:
         return Storage(new.empty(new.out_features, new.in_features, dtype=torch.float16), new.empty(new.out_features, dtype=torch.float32))

@@ -86,12 +86,12 @@ class Linear:
     @property
     def is_dense(self) -> bool:
         """Whether GEMM kernels can read `weight` directly."""
-        return self.scheme.gemm_caps.dense
+        return self.scheme.gemm_caps.format == "dense"
 
     @property
     def is_scaled(self) -> bool:
         """Whether `weight` is e4m3 with scales that GEMM kernels can read."""
-        return self.scheme.gemm_caps.scaled
+        return self.scheme.gemm_caps.format == "fp8"
 
     @property
     def is_partial(self) -> bool:

@@ -154,7 +154,7 @@ class WeightTable:
         """The LM head of a model that ties it to its embedding `name` [vocab, hidden]: this rank's rows of the same
         tensor, or a quantised copy of them.
         """
-        if self.scheme_of([name]).gemm_caps.dense:
+        if self.scheme_of([name]).gemm_caps.format == "dense":
             return Linear.sharded(embed, self._head_group)
         layer = self.head(name, *embed.shape)
         slot = self._slots[name + ".weight"].pop()

@@ -11,9 +11,10 @@ import torch
 from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.kernels.cuda_program import program
 
-FORMATS: dict[WeightFormat, int] = {"dense": 0, "fp8": 1, "mxfp4": 2}
-"""Constants of kernels: the activations' dtype; e4m3 with float32 scales of blocks or rows; pairs of e2m1 with one scale per 32."""
-COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32}
+FORMATS: dict[WeightFormat, int] = {"dense": 0, "fp8": 1, "mxfp4": 2, "int4": 3}
+"""Constants of kernels: the activations' dtype; e4m3 with float32 scales of blocks or rows; pairs of e2m1 with one scale per 32; pairs of
+codes with a scale and a minimum per group."""
+COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32, "int4": 32}
 """Columns that a lane loads at once; the number of columns of a weight must be a multiple."""
 
 

@@ -1,4 +1,4 @@
-"""One step of a Triton GEMM along K, for 16-bit, FP8 or MXFP4 weights, which are converted to 16 bits in registers."""
+"""One step of a Triton GEMM along K, for 16-bit, FP8, MXFP4 or int4 weights, which are converted to 16 bits in registers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from runtime.layers.kernels.fragments import FORMATS
 
-DENSE, FP8, MXFP4 = tl.constexpr(FORMATS["dense"]), tl.constexpr(FORMATS["fp8"]), tl.constexpr(FORMATS["mxfp4"])
+DENSE, FP8, MXFP4, INT4 = (tl.constexpr(FORMATS[name]) for name in ("dense", "fp8", "mxfp4", "int4"))
 
 
 @triton.jit
@@ -15,6 +15,8 @@ def row_pointers(w_ptr, row, K, FORMAT: tl.constexpr):
     """Pointers to the first entry of weight rows with K columns; for MXFP4, to their first 16 bytes in a core matrix."""
     if FORMAT == MXFP4:
         return w_ptr + row // 8 * (K * 4) + row % 8 * 16
+    if FORMAT == INT4:
+        return w_ptr + row * (K // 2)
     return w_ptr + row * K
 
 
@@ -29,7 +31,7 @@ def dot_step(
         w_rows, scale_rows: pointers [N, 1] to the first entry of each weight row (`row_pointers`), and to its first scale.
         x_rows: pointers [M, 1] to rows of x in 16 bits.
         x_in: [M, 1]: whether a row is read; other rows count as zeros.
-        scale_columns: for FP8, columns per scale: a multiple of `BLOCK_K`, or at least K.
+        scale_columns: for FP8 and int4, columns per scale: a multiple of `BLOCK_K`, or at least K.
         PTX: convert by PTX instructions, to bfloat16; otherwise by Triton's operations.
     """
     if FORMAT == MXFP4:
@@ -47,6 +49,18 @@ def dot_step(
         # The condition is always true, but makes this step wait for its dots: otherwise Triton would overlap the last one with the next
         # step, which overwrites the registers from which it still reads `high`. `start` may exceed K.
         acc = tl.where(K > 0, acc, 0.0)
+    elif FORMAT == INT4:
+        byte = start // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
+        column = byte // 16 * 32 + byte % 16
+        packed = tl.load(w_rows + byte, mask=None if EVEN_K else byte < K // 2, other=None if EVEN_K else 0)
+        numbers = scale_rows + 2 * (tl.minimum(start, K - 1) // scale_columns)
+        scale, minimum = tl.load(numbers).to(tl.float32), tl.load(numbers + 1).to(tl.float32)
+        x_mask = x_in if EVEN_K else x_in & (column < K)
+        x_low = tl.load(x_rows + column, mask=x_mask, other=0.0)
+        x_high = tl.load(x_rows + column + 16, mask=x_mask, other=0.0)
+        acc = tl.dot(widen_int4(packed & 15, scale, minimum, x_low.dtype), tl.trans(x_low), acc)
+        acc = tl.dot(widen_int4(packed >> 4, scale, minimum, x_low.dtype), tl.trans(x_high), acc)
+        acc = tl.where(K > 0, acc, 0.0)  # waits for the dots, as for MXFP4
     else:
         k = start + tl.arange(0, BLOCK_K)[None, :]
         x = tl.load(x_rows + k, mask=x_in if EVEN_K else x_in & (k < K), other=0.0)
@@ -89,6 +103,14 @@ def widen_fp8(w, dtype: tl.constexpr, PTX: tl.constexpr):
             "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     return w.to(dtype)
+
+
+@triton.jit
+def widen_int4(code, scale, minimum, dtype: tl.constexpr):
+    """`code * scale + minimum` in float32, rounded to `dtype`. `code`: uint8 [N, B], at most 15; `scale`, `minimum`: float32 [N, 1]."""
+    # As the last bits of the float32 number 2^23, a code is converted without an instruction of the slow conversion units.
+    number = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return (number * scale + minimum).to(dtype)
 
 
 @triton.jit

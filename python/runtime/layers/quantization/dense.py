@@ -14,7 +14,7 @@ class Dense(QuantScheme):
     """`QuantScheme` "none"."""
 
     name = "none"
-    gemm_caps = GemmCaps(dense=True)
+    gemm_caps = GemmCaps("dense")
 
     def allocate(self, new: NewWeight) -> Storage:
         """An empty matrix in the activations' dtype."""

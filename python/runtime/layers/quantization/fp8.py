@@ -28,7 +28,7 @@ class BlockFp8(QuantScheme):
     """
 
     name = "fp8"
-    gemm_caps = GemmCaps(dense=False, scaled=True)
+    gemm_caps = GemmCaps("fp8")
 
     def __init__(self, scale_name: str, stored: bool) -> None:
         """`stored`: whether checkpoints contain e4m3 and scales; otherwise weights of any float dtype are quantised while loading."""
@@ -87,7 +87,7 @@ class RowFp8(QuantScheme):
     """
 
     name = "fp8-row"
-    gemm_caps = GemmCaps(dense=False, scaled=True)
+    gemm_caps = GemmCaps("fp8")
 
     def __init__(self, scale_name: str) -> None:
         self.scale_name = scale_name

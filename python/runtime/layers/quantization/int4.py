@@ -36,7 +36,7 @@ class Int4(QuantScheme):
     """
 
     name = "int4"
-    gemm_caps = GemmCaps(dense=False)
+    gemm_caps = GemmCaps("int4")
 
     @property
     def heads(self) -> QuantScheme:

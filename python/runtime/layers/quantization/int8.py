@@ -27,7 +27,7 @@ class Int8(QuantScheme):
     """
 
     name = "int8"
-    gemm_caps = GemmCaps(dense=False)
+    gemm_caps = GemmCaps(None)
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty rows and scales, for activations of any dtype."""

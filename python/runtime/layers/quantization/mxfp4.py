@@ -31,7 +31,7 @@ class Mxfp4(QuantScheme):
     """
 
     name = "mxfp4"
-    gemm_caps = GemmCaps(dense=False)
+    gemm_caps = GemmCaps(None)
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty codes and scales, for activations of any dtype."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -98,13 +98,12 @@ class GemmCaps:
     """The GEMM kernels that can read a scheme's storage.
 
     Attributes:
-        dense: whether `storage.weight` is the matrix in the activations' dtype, which the skinny GEMM kernels, and cuBLAS with float32
-            output, can read. Otherwise only the scheme's own `matmul` can.
-        scaled: whether `storage` is e4m3 with float32 scales, which the GEMM kernels for e4m3 can read.
+        format: the format of `storage` for GEMM kernels on a GPU. With "dense", the skinny GEMM kernels, and cuBLAS with float32 output,
+            can read `storage.weight`; with "fp8" and "int4" the kernels for these formats can read `storage`. None if only the scheme's
+            own `matmul` can.
     """
 
-    dense: bool
-    scaled: bool = False
+    format: Literal["dense", "fp8", "int4"] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from runtime.layers.kernels.weight_step import FP8, MXFP4, dot_step, row_pointers
+from runtime.layers.kernels.weight_step import FP8, INT4, MXFP4, dot_step, row_pointers
 
-POINTERS = {FP8.value: ("*fp8e4nv", "*fp32"), MXFP4.value: ("*u8", "*u8")}
+POINTERS = {FP8.value: ("*fp8e4nv", "*fp32"), MXFP4.value: ("*u8", "*u8"), INT4.value: ("*u8", "*fp16")}
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _kernel(x_ptr, w_ptr, scale_ptr, out_ptr, K, FORMAT: tl.constexpr):
     tl.store(out_ptr + n * 16 + m[None, :], acc)
 
 
-CASES = [(FP8.value, 89), (FP8.value, 90), (MXFP4.value, 80), (MXFP4.value, 89), (MXFP4.value, 90)]
+CASES = [(FP8.value, 89), (FP8.value, 90), (MXFP4.value, 80), (MXFP4.value, 89), (MXFP4.value, 90), (INT4.value, 80), (INT4.value, 90)]
 
 
 @pytest.mark.parametrize(("kind", "capability"), CASES)

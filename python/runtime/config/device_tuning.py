@@ -65,6 +65,7 @@ class DeviceTuning:
             applies to any number.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
         scaled_candidates: the same for e4m3 weights, for every operation.
+        int4_candidates: the same for int4 weights.
         head_candidates: the same for a draft's LM head in e4m3 and rows in e4m3.
         fragment_candidates: (largest number of input rows, configurations) of the fragment GEMM, ascending.
         triton_gemm_rows: up to this many rows, a GEMM that was not timed uses the first candidate, above it cuBLAS; and the WGMMA GEMM is
@@ -92,6 +93,7 @@ class DeviceTuning:
     latent: tuple[tuple[int, LatentConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
     scaled_candidates: tuple[tuple[int, Candidates], ...]
+    int4_candidates: tuple[tuple[int, Candidates], ...]
     head_candidates: tuple[tuple[int, Candidates], ...]
     fragment_candidates: tuple[tuple[int, FragmentCandidates], ...]
     triton_gemm_rows: int
@@ -133,6 +135,10 @@ class DeviceTuning:
     def scaled_configs(self, rows: int) -> Candidates:
         """The candidates for e4m3 weights and `rows` rows of input, 1..128."""
         return next(configs for max_rows, configs in self.scaled_candidates if rows <= max_rows)
+
+    def int4_configs(self, rows: int) -> Candidates:
+        """The candidates for int4 weights and `rows` rows of input; the last ones for any larger number."""
+        return next((configs for max_rows, configs in self.int4_candidates if rows <= max_rows), self.int4_candidates[-1][1])
 
     def candidate_configs(self, rows: int) -> Candidates:
         """The candidates for a draft's LM head in e4m3 and `rows` rows of e4m3 input, 1..128."""
@@ -243,6 +249,34 @@ H200 = DeviceTuning(
         ),
         (64, (TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(64, 128, 8, 5, swap=True, prefetch=0))),
         (128, (TritonConfig(64, 128, 8, 4, swap=True, prefetch=0), TritonConfig(64, 128, 4, 4, swap=True, prefetch=0))),
+    ),
+    int4_candidates=(
+        (
+            16,
+            (
+                TritonConfig(16, 512, 2, 4, swap=True, prefetch=512),
+                TritonConfig(32, 256, 2, 5, swap=True, prefetch=512),
+                TritonConfig(32, 256, 4, 4, swap=True, prefetch=0),
+                TritonConfig(64, 128, 4, 5, swap=True, prefetch=0),
+            ),
+        ),
+        (
+            32,
+            (
+                TritonConfig(64, 256, 4, 4, swap=True, prefetch=0),
+                TritonConfig(32, 256, 4, 4, swap=True, prefetch=0),
+                TritonConfig(64, 128, 4, 6, swap=True, prefetch=0),
+            ),
+        ),
+        (64, (TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(128, 128, 8, 4, swap=True, prefetch=0))),
+        (
+            1024,
+            (
+                TritonConfig(64, 128, 4, 4, swap=True, prefetch=0),
+                TritonConfig(128, 128, 8, 3, swap=True, prefetch=0),
+                TritonConfig(128, 64, 8, 4, swap=True, prefetch=0),
+            ),
+        ),
     ),
     # The fastest of a sweep over 128256 x 4096 and 151936 x 2048.
     head_candidates=(

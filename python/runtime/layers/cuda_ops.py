@@ -262,7 +262,7 @@ class CudaOps(CudaLatentOps):
         if key in self.choices:
             return self.choices[key]
         tuned = self._tuned_buckets is None or key[-1] in self._tuned_buckets
-        return default_choice(op, rows, self._timings.tuning, linear.is_scaled) if tuned else None
+        return default_choice(op, rows, self._timings.tuning, linear) if tuned else None
 
     def _trial(self, group: GemmGroup) -> Callable[[GemmChoice], Run]:
         """A function from choices to runs of a group's GEMM and the kernels around it."""

@@ -94,6 +94,11 @@ class Linear:
         return self.scheme.gemm_caps.format == "fp8"
 
     @property
+    def is_int4(self) -> bool:
+        """Whether `weight` is int4 with groups that GEMM kernels can read."""
+        return self.scheme.gemm_caps.format == "int4"
+
+    @property
     def is_partial(self) -> bool:
         """Whether outputs are partial sums until `reduce`; no epilogue can be fused then."""
         return self.partition is Partition.ROW and self.group.size > 1

@@ -28,7 +28,7 @@ from runtime.layers.gemm.resident_gemm import leaves_space, resident_config
 from runtime.layers.gemm.resident_gemm import supports as can_be_resident
 from runtime.layers.gemm.tilings import wgmma_configs
 from runtime.layers.gemm.timings import GemmChoice, GemmTimings, Timed, fastest
-from runtime.layers.gemm.triton_gemm import MAX_ROWS
+from runtime.layers.gemm.triton_gemm import MAX_INT4_ROWS, MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import supports
 from runtime.layers.gemm.widening_gemm import MOST_ROWS as MOST_WIDENED_ROWS
 from runtime.layers.gemm.widening_gemm import supports as widening_supports
@@ -66,7 +66,7 @@ class GemmGroup:
     @property
     def takes_residents(self) -> bool:
         """Whether a resident GEMM, which prefetches its weights into shared memory, supports it."""
-        if self.gemm.op not in (*SPLITTABLE, "gate_up") or self.rows > FEW_ROWS:
+        if self.gemm.op not in (*SPLITTABLE, "gate_up") or self.rows > FEW_ROWS or self.gemm.linear.is_int4:
             return False
         if self.gemm.linear.is_scaled:
             return _takes_bfloat16(self.gemm, can_be_fully_resident)
@@ -108,6 +108,8 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collecti
 def _takes_many_rows(gemm: Gemm, rows: int) -> bool:
     """Whether a kernel other than cuBLAS supports `rows`, more than `MAX_ROWS`."""
     weight = gemm.linear.weight
+    if gemm.linear.is_int4:
+        return rows <= MAX_INT4_ROWS
     if gemm.linear.is_scaled:
         return rows <= MOST_WIDENED_ROWS and _takes_bfloat16(gemm, widening_supports)
     return weight.dtype is torch.bfloat16 and supports(weight, silu=gemm.op == "gate_up")
@@ -125,6 +127,8 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
         return resident
     if linear.is_scaled:
         return None, *_scaled_candidates(group, num_sms, tuning)
+    if linear.is_int4:
+        return None, *tuning.int4_configs(rows)
     if rows > MAX_ROWS:
         size = GemmSize(rows, linear.out_features, linear.in_features, gated=op == "gate_up")
         split = split_config(size, tuning.clusters_at_once) if op in SPLITTABLE else None

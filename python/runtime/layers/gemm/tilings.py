@@ -5,8 +5,9 @@ from __future__ import annotations
 from runtime.config.device_tuning import DeviceTuning
 from runtime.layers.gemm.gemm import GemmOp
 from runtime.layers.gemm.timings import GemmChoice
-from runtime.layers.gemm.triton_gemm import MAX_ROWS
+from runtime.layers.gemm.triton_gemm import MAX_INT4_ROWS, MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import MAX_TILE, WgmmaConfig
+from runtime.layers.linear import Linear
 
 M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS, 192, 256, 384, 512, 768, 1024, 2048)
 """A GEMM of M rows uses the kernel chosen for the next of these sizes, or for the last. Above `MAX_ROWS` that is a WGMMA kernel or
@@ -18,10 +19,12 @@ def m_bucket(rows: int) -> int:
     return next((most for most in M_BUCKETS if rows <= most), M_BUCKETS[-1])
 
 
-def default_choice(op: GemmOp, rows: int, tuning: DeviceTuning, scaled: bool = False) -> GemmChoice:
-    """The choice for GEMMs that were not timed; `scaled`: whether weights are e4m3."""
-    if scaled and rows <= MAX_ROWS:
+def default_choice(op: GemmOp, rows: int, tuning: DeviceTuning, linear: Linear) -> GemmChoice:
+    """The choice for GEMMs that were not timed."""
+    if linear.is_scaled and rows <= MAX_ROWS:
         return tuning.scaled_configs(rows)[0]
+    if linear.is_int4 and rows <= MAX_INT4_ROWS:
+        return tuning.int4_configs(rows)[0]
     return None if rows > tuning.triton_gemm_rows else tuning.gemm_configs(op, rows)[0]
 
 

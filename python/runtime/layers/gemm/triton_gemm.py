@@ -19,10 +19,12 @@ from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.kernels.argmax_reduce import tile_argmax
 from runtime.layers.kernels.pdl import launch_options
 from runtime.layers.kernels.scale_layout import scale_layout
-from runtime.layers.kernels.weight_step import DENSE, FP8, dot_step
+from runtime.layers.kernels.weight_step import DENSE, FP8, INT4, dot_step, row_pointers
 
 MAX_ROWS = 128
-"""Maximum rows: a larger GEMM is compute-bound, so cuBLAS is used."""
+"""Maximum rows of a program, and of a GEMM except with int4 weights: a larger GEMM is compute-bound, so cuBLAS is used."""
+MAX_INT4_ROWS = 1024
+"""Maximum rows with int4 weights, which must be converted to 16 bits in memory for cuBLAS."""
 CHUNK = tl.constexpr(512)
 """Columns of a weight row that one instruction prefetches into L2."""
 SQUARES = tl.constexpr(16)
@@ -50,22 +52,25 @@ def triton_gemm(
     """`out = epilogue(x @ weight.T)`; returns `out`.
 
     Args:
-        x: [M, K] contiguous, M <= 128, K a multiple of 16, bfloat16, float16, or e4m3 if the weight is e4m3 without scales.
-        weight: [N, K] contiguous, the dtype of x, or e4m3 with scales, which is converted in registers.
+        x: [M, K] contiguous, M <= `most_rows(weight)`, K a multiple of 16, bfloat16, float16, or e4m3 if the weight is e4m3 without scales.
+        weight: [N, K] contiguous, the dtype of x, or e4m3 with scales, which is converted in registers; or uint8 [N, K / 2], int4
+            (`quantization.int4`).
         out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None if only the argmax is needed.
         config: the tiling; with `swap` and without `tma` for a weight with scales.
         epilogue: operations on the sums; a deferred norm has `config.parts(N)` sums of squares per row, an argmax that many tiles.
-        weight_scale: float32, for e4m3: [N], one per row, or one per block, as in `scale_layout`.
+        weight_scale: for e4m3 float32 [N], one per row, or one per block; for int4 float16 [N, groups, 2], as in `scale_layout`.
         pdl: start before the previous kernel has ended, prefetch weights, then wait (programmatic dependent launch, Hopper).
         launch: False only compiles; tensors may be mock tensors.
 
     Each row of `out` depends only on its own row of x, summed in an order fixed by N, K and `config`.
     """
     (M, K), N = x.shape, epilogue.columns(weight.shape[0])
-    assert M <= MAX_ROWS and K % 16 == 0, f"expected at most {MAX_ROWS} rows and a multiple of 16 columns; got {M} x {K}"  # noqa: PT018
+    form = DENSE if weight_scale is None else INT4 if weight.dtype is torch.uint8 else FP8
+    assert len(x) <= most_rows(weight), f"expected at most {most_rows(weight)} rows; got {M}"
+    assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
     epilogue.check(out, M, weight.shape[0], config.parts(weight.shape[0]))
     outputs = config.block_n // 2 if epilogue.gated else config.block_n
-    assert weight_scale is None or (config.swap and not config.tma), f"e4m3 weights need a tiling with swap, without tma; got {config}"
+    assert weight_scale is None or (config.swap and not config.tma), f"quantised weights need a tiling with swap, without tma; got {config}"
     scales = (0, 1, K) if weight_scale is None else scale_layout(weight.shape[0], K, weight_scale)
     row_squares, count, eps = _row_scale(epilogue)
     args = (
@@ -74,14 +79,19 @@ def triton_gemm(
     )  # fmt: skip
     options = dict(
         EVEN_N=N % outputs == 0, EVEN_K=K % config.block_k == 0, STORE=out is not None, PDL=pdl,
-        FORMAT=DENSE.value if weight_scale is None else FP8.value, PIECE=min(config.block_k, scales[2]),
-        PTX=weight_scale is not None and x.is_cuda and x.dtype is torch.bfloat16,
-        **_constants(config, padded_rows(M, config.swap), count), **_operations(epilogue), **launch_options(pdl),
+        FORMAT=form.value, PIECE=min(config.block_k, scales[2]), PTX=form is FP8 and x.is_cuda and x.dtype is torch.bfloat16,
+        ROW_BLOCKS=triton.cdiv(M, MAX_ROWS), **_constants(config, min(padded_rows(M, config.swap), MAX_ROWS), count),
+        **_operations(epilogue), **launch_options(pdl),
     )  # fmt: skip
-    grid = (triton.cdiv(N, outputs),)
+    grid = (triton.cdiv(N, outputs) * options["ROW_BLOCKS"],)
     start = _triton_gemm_kernel[grid] if launch else partial(_triton_gemm_kernel.warmup, grid=grid)  # pyright: ignore[reportFunctionMemberAccess]
     start(*args, **options)
     return out
+
+
+def most_rows(weight: torch.Tensor) -> int:
+    """Maximum rows of x for a weight."""
+    return MAX_INT4_ROWS if weight.dtype is torch.uint8 else MAX_ROWS
 
 
 def _tiles(weight: torch.Tensor, config: TritonConfig, gated: bool) -> torch.Tensor | TensorDescriptor:
@@ -164,11 +174,13 @@ def _triton_gemm_kernel(
     BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, ARGMAX: tl.constexpr, STORE: tl.constexpr,
     SCALE: tl.constexpr, PARTS: tl.constexpr, PARTS_PER_LOOP: tl.constexpr, DEFER: tl.constexpr,
     PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, FORMAT: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, ROW_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program multiplies all rows of x by `BLOCK_N` weight rows (with GATED, gate rows and the matching up rows)."""
+    """One program multiplies `BLOCK_M` rows of x by `BLOCK_N` weight rows (with GATED, gate rows and the matching up rows)."""
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    first = tl.program_id(0) * OUTPUTS
+    # Programs with the same weight rows are neighbours, so that these are read from memory once.
+    tile, tiles_n = tl.program_id(0) // ROW_BLOCKS, tl.num_programs(0) // ROW_BLOCKS
+    first = tile * OUTPUTS
     r = tl.arange(0, BLOCK_N)
     if GATED:
         # A tile loaded by descriptor has its gate rows before its up rows; otherwise they alternate.
@@ -176,14 +188,17 @@ def _triton_gemm_kernel(
         row = tl.minimum(n, N - 1) + (r // OUTPUTS if TMA else r % 2) * N
     else:
         row = tl.minimum(first + r, N - 1)
-    w_rows = w_ptr + row.to(tl.int64) * K
+    w_rows = row_pointers(w_ptr, row.to(tl.int64), K, FORMAT)
     if PDL:
-        prefetch_rows(w_rows, K, prefetch)
+        if FORMAT == INT4:
+            prefetch_rows(w_rows, K // 2, prefetch // 2)
+        else:
+            prefetch_rows(w_rows, K, prefetch)
         if late == 0:
             gdc_launch_dependents()
         gdc_wait()
 
-    m = tl.arange(0, BLOCK_M)
+    m = tl.program_id(0) % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     m_in = m < M
     column = first + tl.arange(0, OUTPUTS)
     out_at = m[:, None] * N + column[None, :]
@@ -238,9 +253,9 @@ def _triton_gemm_kernel(
         if not EVEN_N:  # columns beyond the last are not stored
             acc = tl.where((column < N)[None, :], acc, float("-inf"))
         key, at = tile_argmax(acc, column[None, :])
-        partial_at = partial_ptr + m * tl.num_programs(0) + tl.program_id(0)
+        partial_at = partial_ptr + m * tiles_n + tile
         tl.store(partial_at, key, mask=m_in)
-        tl.store(partial_at + M * tl.num_programs(0), at, mask=m_in)
+        tl.store(partial_at + M * tiles_n, at, mask=m_in)
     if STORE:
         if ADD:
             acc += before
@@ -248,4 +263,4 @@ def _triton_gemm_kernel(
         if DEFER:
             tl.store(scaled_ptr + out_at, (acc * gain).to(scaled_ptr.dtype.element_ty), mask=out_mask)
             inside = acc if EVEN_N else tl.where((column < N)[None, :], acc, 0.0)
-            tl.store(squares_ptr + m * tl.num_programs(0) + tl.program_id(0), sum_rows(inside * inside), mask=m_in)
+            tl.store(squares_ptr + m * tiles_n + tile, sum_rows(inside * inside), mask=m_in)

@@ -1,4 +1,4 @@
-"""The layout of the float32 scales of an e4m3 matrix, for kernels."""
+"""The layout of the scales of an e4m3 or int4 matrix, for kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from runtime.config.quant_config import BLOCK, block_length
 
 
 def scale_layout(rows: int, columns: int, scale: torch.Tensor) -> tuple[int, int, int]:
-    """The layout of the float32 scales of an e4m3 matrix [rows, columns]: scales per row of blocks, rows per block, columns per block.
+    """The layout of the scales of a matrix [rows, columns]: numbers per row of blocks, rows per block, columns per block.
 
-    `scale` is [rows], one per row, or [blocks of rows, blocks of columns] with block sizes that are powers of two up to 128.
+    `scale` is float32 [rows], one per row, or float32 [blocks of rows, blocks of columns] with block sizes that are powers of two up to
+    128; for int4, float16 [rows, groups of columns, 2], a scale and a minimum.
     """
+    if scale.dim() == 3:
+        return 2 * scale.shape[1], 1, columns // scale.shape[1]
     if scale.dim() == 1:
         return 1, 1, _block(columns, 1)
     return scale.shape[1], _block(rows, scale.shape[0]), _block(columns, scale.shape[1])

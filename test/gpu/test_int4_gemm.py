@@ -1,0 +1,98 @@
+"""GEMMs with int4 weights against their definition: on a GPU, or some under Triton's interpreter (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from gpu.int4_weights import random_int4
+from runtime.config.device_tuning import H200
+from runtime.config.kernel_configs import TritonConfig
+from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
+from runtime.layers.gemm.epilogue import Epilogue
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE, DTYPE = ("cpu", torch.float16) if INTERPRETED else ("cuda", torch.bfloat16)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
+ROWS = (1, 16, 130) if INTERPRETED else (1, 3, 8, 16, 32, 64, 128, 130, 300, 1024)
+N, K = 96, 640
+"""The columns are no multiple of some tiles, and 20 groups of 32 or 5 of 128."""
+ROUNDING = 4e-3
+"""Relative error of weights that are rounded to the dtype of x."""
+
+
+def tilings(rows: int) -> tuple[TritonConfig, ...]:
+    found = H200.int4_configs(rows)
+    return found[:1] if INTERPRETED else found
+
+
+def error(found: torch.Tensor, want: torch.Tensor) -> float:
+    return float((found.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16])
+def test_a_weight_is_widened_to_its_value(group: int, dtype: torch.dtype) -> None:
+    from runtime.layers.gemm.widen import widen
+
+    weight, scale, want = random_int4(50, K, group, DEVICE)
+    torch.testing.assert_close(widen(weight, scale, dtype), want.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("pdl", [False] if INTERPRETED else [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_tiling_and_epilogue(rows: int, group: int, pdl: bool) -> None:
+    from runtime.layers.gemm.triton_gemm import triton_gemm
+
+    torch.manual_seed(rows)
+    weight, scale, values = random_int4(N, K, group, DEVICE)
+    x, bias = torch.randn((rows, K), device=DEVICE).to(DTYPE), torch.randn(N, device=DEVICE).to(DTYPE)
+    want = x.float() @ values.T + bias.float()
+    gate, up = want.chunk(2, dim=1)
+    for config in tilings(rows):
+        out = torch.full((rows + 1, N), float("nan"), device=DEVICE)
+        triton_gemm(x, weight, out[:rows], config, Epilogue(bias=bias), weight_scale=scale, pdl=pdl)
+        assert error(out[:rows], want) < ROUNDING, config
+        triton_gemm(x, weight, out[:rows], config, Epilogue(bias=bias, add=True), weight_scale=scale, pdl=pdl)
+        assert error(out[:rows], 2 * want) < ROUNDING, config
+        assert out[rows].isnan().all(), f"{config} writes past its rows"
+        half = torch.full((rows + 1, N // 2), float("nan"), device=DEVICE)
+        triton_gemm(x, weight, half[:rows], config, Epilogue(bias=bias, silu=True), weight_scale=scale, pdl=pdl)
+        assert error(half[:rows], torch.nn.functional.silu(gate) * up) < 2 * ROUNDING, config
+        assert half[rows].isnan().all(), f"{config} writes past its rows"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_norms_before_and_after(rows: int) -> None:
+    from runtime.layers.gemm.triton_gemm import triton_gemm
+
+    torch.manual_seed(rows)
+    weight, scale, values = random_int4(N, K, 128, DEVICE)
+    x, gain = torch.randn((rows, K), device=DEVICE).to(DTYPE), torch.randn(N, device=DEVICE).to(DTYPE)
+    squares = torch.rand((rows, 5), device=DEVICE) + 0.5
+    product = x.float() @ values.T * torch.rsqrt(squares.sum(1) / K + 1e-5)[:, None]
+    for config in tilings(rows):
+        out = before = torch.randn((rows, N), device=DEVICE)
+        want = before + product
+        deferred = DeferredNorm(gain, torch.empty_like(out, dtype=DTYPE), torch.empty((rows, config.parts(N)), device=DEVICE))
+        epilogue = Epilogue(add=True, scale=RowScale(squares, 1e-5), deferred=deferred)
+        triton_gemm(x, weight, out, config, epilogue, weight_scale=scale)
+        assert error(out, want) < ROUNDING, config
+        assert error(deferred.scaled, want * gain.float()) < 2 * ROUNDING, config
+        assert error(deferred.squares.sum(1), want.square().sum(1)) < 2 * ROUNDING, config
+
+
+@pytest.mark.skipif(INTERPRETED, reason="two orders of summation that a GPU has")
+def test_a_row_has_the_same_bits_beside_any_rows_of_its_tiling() -> None:
+    from runtime.layers.gemm.triton_gemm import triton_gemm
+
+    weight, scale, _ = random_int4(N, K, 128, DEVICE)
+    x = torch.randn((300, K), device=DEVICE).to(DTYPE)
+    for config in H200.int4_configs(300):
+        whole, some = torch.empty((300, N), device=DEVICE), torch.empty((128, N), device=DEVICE)
+        triton_gemm(x, weight, whole, config, weight_scale=scale)
+        triton_gemm(x[128:256].contiguous(), weight, some, config, weight_scale=scale)
+        assert torch.equal(whole[128:256], some), config

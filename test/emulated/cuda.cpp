@@ -117,6 +117,19 @@ void four_e4m3_to_float16(unsigned& low, unsigned& high, unsigned four) {
     high = half_of_e4m3(four >> 16) | half_of_e4m3(four >> 24) << 16;
 }
 
+static unsigned half_of(double x) {
+    if (std::isnan(x)) return 0x7FFF;
+    const unsigned sign = std::signbit(x) ? 0x8000 : 0;
+    const double size = std::fabs(x);
+    if (size >= 65520) return sign | 0x7C00;  // rounded to infinity
+    const int exponent = size < std::ldexp(1.0, -14) ? -14 : std::ilogb(size);
+    return sign | ((exponent + 14) << 10) + (unsigned)std::nearbyint(std::ldexp(size, 10 - exponent));  // a carry goes into the exponent
+}
+void fma_rn_f16x2(unsigned& out, unsigned a, unsigned b, unsigned c) {  // rounded once if the sum is exact in float64
+    const auto one = [&](int at) { return half_of((double)of_half(a >> at) * of_half(b >> at) + of_half(c >> at)); };
+    out = one(0) | one(16) << 16;
+}
+
 void copy_later(unsigned to, const void* from, int size, int whole) {
     aligned(of_shared(to), whole);
     if (size) aligned(from, whole);

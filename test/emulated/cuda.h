@@ -109,7 +109,9 @@ void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
     float& s0, float& s1, float& s2, float& s3, unsigned a, unsigned b, unsigned c, unsigned d, unsigned x, unsigned y
 );
 void four_e4m3_to_float16(unsigned& low, unsigned& high, unsigned four);
+void fma_rn_f16x2(unsigned& out, unsigned a, unsigned b, unsigned c);
 inline void lop3_b32(unsigned& out, unsigned a, unsigned b) { out = (a & 0x0E0E0E0E) | (b & ~0x0E0E0E0Eu); }
+inline void lop3_b32(unsigned& out, unsigned a, unsigned mask, unsigned bits) { out = (a & mask) | bits; }
 inline void max_u16x2(unsigned& out, unsigned a, unsigned b) {
     const unsigned low = (a & 0xFFFF) > (b & 0xFFFF) ? a : b, high = a >> 16 > b >> 16 ? a : b;
     out = (low & 0xFFFF) | (high & 0xFFFF0000);

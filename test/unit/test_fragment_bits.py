@@ -1,16 +1,28 @@
-"""The conversions of `fragments.cu`, bit by bit: every e2m1 and e4m3 code, every bfloat16 number."""
+"""The conversions of `fragments.cu`, bit by bit: every e2m1, e4m3 and int4 code, every bfloat16 number."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from emulated import COMPILER, EmulatedKernel, compiled
+from runtime.layers.kernels.fragments import source
 from runtime.layers.quantization.mxfp4 import E2M1, packed, unpacked
 
 NUMBERS = torch.tensor([*E2M1, *(-value for value in E2M1)])
 BFLOAT16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 INFINITE, LARGEST, LARGEST_SCALE = 255, 254, 128
 """Exponents of bfloat16 as they are stored: of NaN and infinities, and of its largest numbers; and the largest scale of MXFP4."""
+
+
+WIDEN_INT4 = """
+extern "C" __global__ void widen_words(const u32* words, const u32* numbers, uint4* out) {
+    const int i = 32 * blockIdx.x + threadIdx.x;
+    out[i] = widen_int4(words[i], numbers_of(numbers[i]));
+}
+"""
 
 
 def halves(words: torch.Tensor) -> torch.Tensor:
@@ -126,3 +138,20 @@ def test_columns_of_an_instruction_are_the_even_ones_then_the_odd_ones() -> None
         want = torch.zeros((16, 16))
         want[order, torch.arange(16)] = 1.0
         assert torch.equal(found, want), code
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_int4_codes_become_weights_rounded_once(programs: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    codes = torch.randint(16, (4096, 8))  # low codes of bytes 0 to 3, then high ones
+    codes[:16] = torch.arange(16)[:, None]
+    numbers = (torch.randn((len(codes), 2)) * torch.logspace(-7, 4, len(codes))[:, None]).half()
+    numbers[:8] = torch.tensor([[1, 0], [-0.25, 3], [0, -5], [2**-24, 0], [2**-24, 2**-24], [65504, 0], [0, 65504], [-65504, 0]]).half()
+    words = sum((codes[:, i] | codes[:, 4 + i] << 4) << 8 * i for i in range(4))
+    assert isinstance(words, torch.Tensor)
+    (file := tmp_path / "widen.cu").write_text(WIDEN_INT4, encoding="utf-8")
+    kernel, out = compiled(source(file, dict(FORMAT=3, ACT=0, EARLY=0)), "widen_words", programs), torch.zeros((len(codes), 8)).half()
+    EmulatedKernel(kernel, 32, 1)(len(codes) // 32, (words.to(torch.uint32), numbers, out), False)
+    order = [0, 2, 1, 3, 4, 6, 5, 7]
+    want = (codes.double() * numbers[:, :1].double() + numbers[:, 1:].double()).half()[:, order]
+    assert torch.equal(out.view(torch.int16), want.view(torch.int16))

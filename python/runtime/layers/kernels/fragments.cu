@@ -45,6 +45,36 @@ __device__ __forceinline__ uint2 widen_first_e2m1(u32 bytes) {
     return widen_second_e2m1(moved);
 }
 
+// Int4 codes: the two float16 numbers of a group, its scale and its minimum, twice each.
+struct Numbers {
+    u32 scale, minimum;
+};
+__device__ __forceinline__ Numbers numbers_of(u32 both) { return {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)}; }
+
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {  // of two float16 numbers each
+    u32 out;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+
+// As the last bits of 1024, a code is a float16 number without a conversion: 1024 + code, or 1024 + 16 * code in the high four bits of a byte.
+__device__ __forceinline__ u32 beside_1024(u32 bits, u32 mask) {
+    u32 out;  // in one instruction; the compiler would use two
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(bits), "r"(mask), "r"(0x64006400));
+    return out;
+}
+
+// The weights `code * scale + minimum` of four bytes as float16, rounded once: the codes in the low four bits of bytes 0 and 2, then of bytes 1 and
+// 3, then those in the high four bits of the same bytes. Weights beyond float16's range become infinite.
+__device__ __forceinline__ uint4 widen_int4(u32 bytes, Numbers own) {
+    const u32 ONE = 0x3C003C00, SIXTEENTH = 0x2C002C00, LOW = 0xE400E400, HIGH = 0xD400D400;  // 1, 1 / 16, -1024, -64
+    const u32 a = fma2(beside_1024(bytes, 0x000F000F), ONE, LOW), b = fma2(beside_1024(bytes >> 8, 0x000F000F), ONE, LOW);
+    const u32 c = fma2(beside_1024(bytes, 0x00F000F0), SIXTEENTH, HIGH), d = fma2(beside_1024(bytes >> 8, 0x00F000F0), SIXTEENTH, HIGH);
+    return make_uint4(
+        fma2(a, own.scale, own.minimum), fma2(b, own.scale, own.minimum), fma2(c, own.scale, own.minimum), fma2(d, own.scale, own.minimum)
+    );
+}
+
 // The scale of an e2m1 group in float32: 2^(s - 127), or 0 for s = 0.
 __device__ __forceinline__ float group_factor(u8 s) { return __uint_as_float((u32)s << 23); }
 

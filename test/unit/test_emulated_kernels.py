@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from emulated import COMPILER, emulated, guarded
+from int4_weights import random_int4
 from runtime.config.kernel_configs import FragmentConfig
 from runtime.layers.attention.kernels import absorb_queries
 from runtime.layers.gemm import fragment_gemm, fully_resident_gemm, resident_gemm
@@ -52,6 +53,23 @@ def test_fragments_compute_the_same_gemm(rows: int) -> None:
         out = torch.full((rows, N), float("nan"))
         fragment_gemm.fragment_gemm(x, weight, out, config, weight_scale=scale)
         assert relative(out, want) < 1e-5, config
+
+
+@pytest.mark.parametrize(("group", "K"), [(32, 736), (64, 704), (128, 768)])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_fragments_multiply_by_int4_weights(rows: int, group: int, K: int) -> None:
+    torch.manual_seed(rows)
+    weight, scale, values = random_int4(64, K, group, "cpu")
+    x, weight, scale = (guarded(part) for part in (torch.randn((rows, K)).to(BF16), weight, scale))
+    want = x.double() @ values.half().double().T
+    for config in (FragmentConfig(4, 2), FragmentConfig(8, 2, tall=2)):
+        out = torch.full((rows, 64), float("nan"))
+        fragment_gemm.fragment_gemm(x, weight, out, config, weight_scale=scale)
+        assert relative(out, want) < 1e-5, config
+    half = torch.full((rows, 32), float("nan"))
+    fragment_gemm.fragment_gemm(x, weight, half, FragmentConfig(4, 2), Epilogue(silu=True), weight_scale=scale)
+    gate, up = want.chunk(2, dim=1)
+    assert relative(half, F.silu(gate) * up) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16])

@@ -68,6 +68,7 @@ class DeviceTuning:
         int4_candidates: the same for int4 weights.
         head_candidates: the same for a draft's LM head in e4m3 and rows in e4m3.
         fragment_candidates: (largest number of input rows, configurations) of the fragment GEMM, ascending.
+        int4_fragment_candidates: the same with int4 weights.
         triton_gemm_rows: up to this many rows, a GEMM that was not timed uses the first candidate, above it cuBLAS; and the WGMMA GEMM is
             not timed for `logits`.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed if the WGMMA GEMM supports the weights.
@@ -96,6 +97,7 @@ class DeviceTuning:
     int4_candidates: tuple[tuple[int, Candidates], ...]
     head_candidates: tuple[tuple[int, Candidates], ...]
     fragment_candidates: tuple[tuple[int, FragmentCandidates], ...]
+    int4_fragment_candidates: tuple[tuple[int, FragmentCandidates], ...]
     triton_gemm_rows: int
     wgmma_only_rows: int
     num_sms: int
@@ -147,6 +149,10 @@ class DeviceTuning:
     def fragment_configs(self, rows: int) -> FragmentCandidates:
         """The configurations of the fragment GEMM for `rows` rows of input; none for many rows."""
         return next((configs for max_rows, configs in self.fragment_candidates if rows <= max_rows), ())
+
+    def int4_fragment_configs(self, rows: int) -> FragmentCandidates:
+        """The same with int4 weights."""
+        return next((configs for max_rows, configs in self.int4_fragment_candidates if rows <= max_rows), ())
 
 
 _DEEP = TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(32, 256, 4, 4, swap=True, prefetch=512)
@@ -292,6 +298,10 @@ H200 = DeviceTuning(
     fragment_candidates=(
         (8, (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4))),
         (16, (FragmentConfig(8, 4), FragmentConfig(8, 2), FragmentConfig(16, 2), FragmentConfig(8, 2, tall=2))),
+    ),
+    int4_fragment_candidates=(
+        (8, (FragmentConfig(8, 2), FragmentConfig(16, 2), FragmentConfig(4, 4), FragmentConfig(8, 2, tall=2))),
+        (16, (FragmentConfig(8, 1, tall=2), FragmentConfig(8, 1), FragmentConfig(8, 2, tall=2))),
     ),
     triton_gemm_rows=32,
     wgmma_only_rows=64,

@@ -128,7 +128,7 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
     if linear.is_scaled:
         return None, *_scaled_candidates(group, num_sms, tuning)
     if linear.is_int4:
-        return None, *tuning.int4_configs(rows)
+        return None, *_int4_candidates(group, num_sms, tuning)
     if rows > MAX_ROWS:
         size = GemmSize(rows, linear.out_features, linear.in_features, gated=op == "gate_up")
         split = split_config(size, tuning.clusters_at_once) if op in SPLITTABLE else None
@@ -170,8 +170,18 @@ def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> 
     return *found, *_resident_configs(group, num_sms)
 
 
+def _int4_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
+    """Candidates for int4 weights: Triton's only where no CUDA C++ kernel supports them, because it is several times slower."""
+    linear, rows, found = group.gemm.linear, group.rows, ()
+    if _takes_bfloat16(group.gemm, fragments_support):
+        found = tuning.int4_fragment_configs(rows)
+    if _takes_bfloat16(group.gemm, widening_supports):
+        found += widening_configs(rows, linear.out_features, linear.in_features, num_sms, tuning)
+    return found or tuning.int4_configs(rows)
+
+
 def _takes_bfloat16(gemm: Gemm, supports: Callable[[torch.Tensor, torch.Tensor, bool], bool]) -> bool:
-    """Whether a CUDA C++ kernel that `supports` the e4m3 weight is a candidate: rows are bfloat16, and there is no argmax."""
+    """Whether a CUDA C++ kernel that `supports` the quantised weight is a candidate: rows are bfloat16, and there is no argmax."""
     linear, norm, scale = gemm.linear, gemm.norm, gemm.linear.storage.scale
     narrow = linear.weight.dtype if norm is None else norm.weight.dtype
     return gemm.op != "logits" and narrow is torch.bfloat16 and scale is not None and supports(linear.weight, scale, gemm.op == "gate_up")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
+from runtime.layers.kernels.scale_layout import num_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +80,8 @@ class Epilogue:
             assert out is None or out.dtype is torch.float32, f"argmax requires a float32 out; got {out.dtype}"
 
     def check_gemm(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, parts: int) -> None:
-        """Assert that x [M, K] can be multiplied by a weight [N, K], and `check` the rest."""
-        (M, K), (N, columns) = x.shape, weight.shape
+        """Assert that x [M, K] can be multiplied by a weight [N, K], or in int4 [N, K / 2], and `check` the rest."""
+        (M, K), N, columns = x.shape, len(weight), num_columns(weight)
         assert M > 0, "expected rows"
         assert columns == K, f"expected x of {columns} columns; got {K}"
         assert x.is_contiguous(), "expected a contiguous x"

@@ -1,4 +1,4 @@
-// A GEMM of few rows by e4m3 weights, which `fragments.cu` reads: out = epilogue(x @ w.T), for any number of weight rows.
+// A GEMM of few rows by e4m3 or int4 weights, which `fragments.cu` reads: out = epilogue(x @ w.T), for any number of weight rows.
 //
 // The warps of a block split the columns of 16 * TALL weight rows. Weights do not depend on the preceding kernel, so the first BATCH loads of
 // each row are issued while that kernel still runs; a small matrix is in registers when x is ready. x is scaled to float16 by a power of
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(cons
             #pragma unroll
             for (int j = 0; j < BATCH; j++)
                 #pragma unroll
-                for (int k = 0; k < PIECES; k++) pieces[j][n][k] = narrow8(pieces[j][n][k], base);
+                for (int k = 0; k < PIECES; k++) pieces[j][n][k] = narrow8(reordered(pieces[j][n][k]), base);
             #pragma unroll
             for (int odd = 0; odd < 2; odd++) widenings[n][odd] = widening(__shfl_sync(~0u, base, 4 * (2 * t + odd)));
         }
@@ -91,6 +91,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(cons
             #pragma unroll
             for (int i = 0; i < TALL; i++) {
                 const Fragment f = weights[j][i];
+                if (FORMAT == 3) {
+                    #pragma unroll
+                    for (int n = 0; n < TILES; n++) multiply_int4(of_batch[i][n], f.low, f.high, f.low_scale, f.high_scale, pieces[j][n]);
+                    weights[j][i] = load_fragment(w, low[i], high[i], column, next < end && column < w.columns);
+                    continue;
+                }
                 // Take the scale from lane t = 0, which has it even where the columns of the other lanes are past the row's end.
                 const float low_scale = __uint_as_float(__shfl_sync(~0u, f.low_scale, lane & ~3));
                 const float high_scale = __uint_as_float(__shfl_sync(~0u, f.high_scale, lane & ~3));

@@ -1,21 +1,25 @@
-// out = epilogue(x @ (w * scale).T) (epilogue.py) for weights in e4m3 and rows of x in bfloat16. Tensor cores multiply in bfloat16.
+// out = epilogue(x @ w.T) (epilogue.py) for weights in e4m3 or int4 with scales, and rows of x in bfloat16. Tensor cores multiply in bfloat16.
 //
 // A block computes 128 weight rows by up to TOKENS rows of x. Weights are the left operand of wgmma, whose fragments are registers: a
-// thread reads e4m3 numbers from shared memory and converts them, while the tensor cores multiply the previously converted ones. x is the
+// thread reads stored numbers from shared memory and converts them without their scales, while the tensor cores multiply the previously converted ones. x is the
 // right operand, unchanged in shared memory. Sums of 128 columns are multiplied by the scales of the weights, then added up in float32.
 //
 // One thread issues TMA loads into a ring of stages of 128 columns. Weights depend on nothing, so the ring is filled with them while the
 // previous kernel still runs (programmatic dependent launch), and the first are widened; loads of x wait for that kernel to end.
 //
+// An int4 weight is `code * scale + minimum` with groups of 128 columns. The minimum is -scale times an integer, the zero point, so code minus
+// zero point is exact in bfloat16.
+//
 // SPLIT blocks of a cluster split K. Each gets the sums of its own rows of x from all of them, and adds these in order.
 //
-// Defined before this text: TOKENS (rows of x of a block, a multiple of 8 up to 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the
+// Defined before this text: INT4 (whether weights are int4), TOKENS (rows of x of a block, a multiple of 8 up to 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the
 // instruction whose operands depend on TOKENS. ROWS = 128, CLUSTER_M = CLUSTER_N = 1, LOADERS (threads) and LOAD_REGISTERS for wgmma_parts.cu.
 // TILE = 32 or with a gate 64 (columns of sums that a warp finishes together), SHARERS = 1, BFLOAT16 = 1, BIAS, WRITE, STORE = 1, ARGMAX = 0,
 // SCALE and DEFER for wgmma_output.cu.
 
 constexpr int DEPTH = 128;                         // columns of a stage
-constexpr int W_BYTES = ROWS * DEPTH, X_BOX_BYTES = TOKENS * ROW_BYTES, X_BYTES = DEPTH / COLUMNS * X_BOX_BYTES;
+constexpr int W_ROW_BYTES = INT4 ? DEPTH / 2 : DEPTH;
+constexpr int W_BYTES = ROWS * W_ROW_BYTES, X_BOX_BYTES = TOKENS * ROW_BYTES, X_BYTES = DEPTH / COLUMNS * X_BOX_BYTES;
 constexpr int STEPS = COLUMNS / 16;                // instructions for a box of x
 constexpr int BLOCK_OUTPUTS = ROWS / HALVES;       // columns of `out`
 constexpr int PIECES = BLOCK_OUTPUTS / OUTPUTS;    // of these, which warps finish one by one
@@ -28,6 +32,13 @@ __device__ __forceinline__ u32 load_word(u32 from) {
     u32 word;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
     return word;
+}
+
+// Two codes, the low four bits of the halves of a word, minus their zero point. As the last bits of 128 in bfloat16 a code is 128 + code.
+__device__ __forceinline__ u32 minus_zero(u32 codes, u32 zero) {
+    u32 out;
+    asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;\nadd.rn.bf16x2 %0, %0, %2;" : "=&r"(out) : "r"(codes), "r"(zero));
+    return out;
 }
 
 // A barrier of the threads that multiply.
@@ -49,12 +60,47 @@ __device__ __forceinline__ void widen_half(u32 (&fragments)[STEPS][4], u32 from,
     }
 }
 
+// The same for int4: `zeros` are those of rows g and g + 8 (`Factor`). A byte holds two columns, which are 16 columns apart.
+__device__ __forceinline__ void widen_half_int4(u32 (&fragments)[STEPS][4], u32 from, int half, u32 pick, u32 low_zero, u32 high_zero) {
+#pragma unroll
+    for (int k = 0; k < STEPS; k += 2) {
+        const u32 at = from ^ (half * STEPS + k) / 2 * 16;
+#pragma unroll
+        for (int eight = 0; eight < 2; eight++) {
+            const u32 low = load_word(at + eight * 8), high = load_word(at + eight * 8 + 8 * W_ROW_BYTES);
+            const u32 four = __byte_perm(low, high, pick);
+#pragma unroll
+            for (int upper = 0; upper < 2; upper++) {
+                fragments[k + upper][2 * eight] = minus_zero(four >> (8 + 4 * upper), low_zero);
+                fragments[k + upper][2 * eight + 1] = minus_zero(four >> 4 * upper, high_zero);
+            }
+        }
+    }
+}
+
 // The scales of the weights (kernels/scale_layout.py).
 struct Scales {
-    const float* at;
+    const float* at;                           // for int4, pairs of float16
     int row_scales, scale_rows, column_shift;  // scales of a row of blocks; rows of a block; log2 of its columns
 
     __device__ __forceinline__ const float* row(int i) const { return at + (long)(i / scale_rows) * row_scales; }
+};
+
+// What the columns of a block of scales have in common in a row.
+struct Factor {
+    float scale;
+    u32 zero;  // for int4: -(128 + zero point) in bfloat16, twice
+
+    __device__ __forceinline__ void load(const float* at) {
+        if constexpr (INT4) {
+            const u32 both = *(const u32*)at;
+            float minimum;
+            asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+                : "=f"(scale), "=f"(minimum) : "r"(both));
+            const float number = scale == 0.0f ? -128.0f : rintf(__fdividef(minimum, scale)) - 128.0f;
+            zero = to_bf16x2(number, number);
+        } else scale = *at;
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1)
@@ -90,7 +136,7 @@ widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
                 barrier_expect(ring.full_here(), W_BYTES);
 #pragma unroll
                 for (int box = 0; box < HALVES; box++)  // gates, then ups
-                    load_box<false>(ring.here() + box * BLOCK_OUTPUTS * DEPTH, &w_map, ring.full_here(), (first + s) * DEPTH,
+                    load_box<false>(ring.here() + box * BLOCK_OUTPUTS * W_ROW_BYTES, &w_map, ring.full_here(), (first + s) * W_ROW_BYTES,
                                     box * columns + n_tile * BLOCK_OUTPUTS, w_policy, 0);
             };
             auto load_x = [&](int s) {
@@ -122,18 +168,23 @@ widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
     const int row = tile_row / BLOCK_OUTPUTS * columns + n_tile * BLOCK_OUTPUTS + tile_row % BLOCK_OUTPUTS;
     const int last_row = columns * HALVES - 1;
     const float *low_scales = scales.row(min(row, last_row)), *high_scales = scales.row(min(row + 8, last_row));
-    const u32 offset = tile_row * DEPTH + g * 16 + t / 2 * 4, pick = t % 2 ? 0x3726 : 0x1504;
+    const u32 offset = tile_row * W_ROW_BYTES + (INT4 ? g / 2 : g) * 16 + t / 2 * 4, pick = t % 2 ? 0x3726 : 0x1504;
     float sums[TOKENS / 2], part[TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) sums[i] = part[i] = 0.0f;
     u32 fragments[2][STEPS][4];
-    float low_scale = 0.0f, high_scale = 0.0f;
-    if (steps > 0) {
-        const int block = first * DEPTH >> scales.column_shift;
-        low_scale = low_scales[block], high_scale = high_scales[block];
+    Factor low_factor = {0.0f, 0}, high_factor = {0.0f, 0};
+    const auto widen_weights = [&](int half, u32 from) {
+        if constexpr (INT4) widen_half_int4(fragments[half], from, half, pick, low_factor.zero, high_factor.zero);
+        else widen_half(fragments[half], from, half, pick);
+    };
+    const auto begin_stage = [&](int s) {
+        const int block = (first + s) * DEPTH >> scales.column_shift;
+        low_factor.load(low_scales + block), high_factor.load(high_scales + block);
         ring.wait_full();
-        widen_half(fragments[0], ring.here() + offset, 0, pick);
-    }
+        widen_weights(0, ring.here() + offset);
+    };
+    if (steps > 0) begin_stage(0);
     wait_for_previous();
     const int own_first = m_tile * TOKENS + place.part * OWN_TOKENS;  // rows of x that this block stores, and where they end
     const int own_end = min(min(own_first + OWN_TOKENS, (m_tile + 1) * TOKENS), rows);
@@ -155,24 +206,19 @@ widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
         const int stage = ring.stage;
         const u32 w_here = ring.here() + offset;
         const u64 x_here = descriptor(ring.here() + W_BYTES), x_next = descriptor(ring.here() + W_BYTES + X_BOX_BYTES);
-        const float low = low_scale, high = high_scale;
+        const float low = low_factor.scale, high = high_factor.scale;
         barrier_wait(x_barriers + stage * 8, ring.round & 1);
         ring.next();
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < STEPS; k++) multiply(part, fragments[0][k], x_here + k * 2, k > 0);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        widen_half(fragments[1], w_here, 1, pick);
+        widen_weights(1, w_here);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < STEPS; k++) multiply(part, fragments[1][k], x_next + k * 2, 1);
         asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (s + 1 < steps) {  // while the tensor cores multiply by the second half
-            const int block = (first + s + 1) * DEPTH >> scales.column_shift;
-            low_scale = low_scales[block], high_scale = high_scales[block];
-            ring.wait_full();
-            widen_half(fragments[0], ring.here() + offset, 0, pick);
-        }
+        if (s + 1 < steps) begin_stage(s + 1);  // while the tensor cores multiply by the second half
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         if (lane == 0) barrier_arrive(ring.empty + stage * 8);
 #pragma unroll

@@ -1,4 +1,4 @@
-"""GEMMs with e4m3 weights and 16-bit activations on Hopper: weights are converted into tensor-core fragments (`widening_gemm.cu`)."""
+"""GEMMs with e4m3 or int4 weights and 16-bit activations on Hopper: weights become tensor-core fragments (`widening_gemm.cu`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.gemm.wgmma_gemm import LOAD_REGISTERS, PARTS, Store, multiply_source, store_of
 from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.cuda_program import program
-from runtime.layers.kernels.scale_layout import scale_layout
+from runtime.layers.kernels.scale_layout import num_columns, scale_layout
 
 ROWS, DEPTH = 128, 128
 """Weight rows per block; columns per stage."""
@@ -57,6 +57,7 @@ class WideningVariant:
     pdl: bool
     scale: bool = False
     deferred: bool = False
+    int4: bool = False
 
     @property
     def gated(self) -> bool:
@@ -71,19 +72,20 @@ class WideningVariant:
     @property
     def shared_bytes(self) -> int:
         """Bytes of dynamic shared memory."""
-        return ALIGNMENT + self.stages * _stage_bytes(self.tokens)
+        return ALIGNMENT + self.stages * _stage_bytes(self.tokens, self.int4)
 
 
 def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> bool:
     """Whether the kernel can multiply bfloat16 rows by this weight on its device."""
-    rows, columns = weight.shape
+    rows, columns, int4 = len(weight), num_columns(weight), weight.dtype is torch.uint8
+    block = scale_layout(rows, columns, scale)[2]
     return (
         weight.is_cuda
-        and weight.dtype is torch.float8_e4m3fn
+        and weight.dtype in (torch.float8_e4m3fn, torch.uint8)
         and weight.is_contiguous()
         and rows % (8 * (1 + gated)) == 0
         and columns % 16 == 0
-        and scale_layout(rows, columns, scale)[2] % DEPTH == 0
+        and (block == DEPTH if int4 else block % DEPTH == 0)
         and cuda_driver.on_hopper(weight)
     )
 
@@ -101,7 +103,7 @@ def _cycles(config: WideningConfig, rows: int, weight_rows: int, stages: int, nu
     """Estimated clock cycles of a GEMM."""
     tokens, split = _tokens(rows), config.split
     clusters = -(-weight_rows // ROWS) * -(-rows // tokens)
-    on_sm = max((227 << 10) // (ALIGNMENT + ring_stages(tokens, stages * DEPTH, split) * _stage_bytes(tokens)), 1)
+    on_sm = max((227 << 10) // (ALIGNMENT + ring_stages(tokens, stages * DEPTH, split) * _stage_bytes(tokens, False)), 1)
     waves = -(-clusters * tuning.num_sms // (tuning.clusters_at_once[split] * num_sms * on_sm))
     if clusters * split > MOST_BLOCKS * num_sms:
         waves = max(waves, 2)
@@ -110,14 +112,14 @@ def _cycles(config: WideningConfig, rows: int, weight_rows: int, stages: int, nu
     return waves * (-(-stages // split) * stage + BLOCK_CYCLES) + (split * PART_CYCLES if split > 1 else 0)
 
 
-def ring_stages(tokens: int, columns: int, split: int) -> int:
+def ring_stages(tokens: int, columns: int, split: int, int4: bool = False) -> int:
     """Stages of the ring: no more than a block's columns need, because the remaining shared memory lets neighbouring kernels overlap."""
-    fit = (SHARED_BYTES - ALIGNMENT) // _stage_bytes(tokens)
+    fit = (SHARED_BYTES - ALIGNMENT) // _stage_bytes(tokens, int4)
     return min(max(-(-columns // (DEPTH * split)), FEWEST_STAGES), MOST_STAGES, fit)
 
 
-def _stage_bytes(tokens: int) -> int:
-    return DEPTH * (ROWS + 2 * tokens)
+def _stage_bytes(tokens: int, int4: bool) -> int:
+    return DEPTH * (ROWS // (2 if int4 else 1) + 2 * tokens)
 
 
 def _tokens(rows: int) -> int:
@@ -139,7 +141,7 @@ def widening_gemm(
 
     Args:
         x: bfloat16 [M, K] contiguous.
-        weight: [N, K], one that the kernel `supports`.
+        weight: [N, K], or [N, K / 2] in int4, one that the kernel `supports`.
         out: [M, `epilogue.columns(N)`] contiguous, aligned to 16 bytes; float32 with `add`, bfloat16 with `silu` or `gelu`, otherwise
             either.
         epilogue: without argmax; a deferred norm gets `config.parts(N)` sums of squares per row.
@@ -153,16 +155,18 @@ def widening_gemm(
     epilogue.check_gemm(x, weight, out, config.parts(N))
     assert out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
     bias, scale, deferred = epilogue.bias, epilogue.scale, epilogue.deferred
-    columns, tokens, row_scales = epilogue.columns(N), _tokens(M), scale_layout(N, K, weight_scale)
-    stages, write = ring_stages(tokens, K, config.split), store_of(epilogue, out, x.dtype)
-    variant = WideningVariant(tokens, stages, write, bias is not None, pdl, scale is not None, deferred is not None)
+    columns, tokens, (row_scales, scale_rows, scale_columns) = epilogue.columns(N), _tokens(M), scale_layout(N, K, weight_scale)
+    int4, write = weight.dtype is torch.uint8, store_of(epilogue, out, x.dtype)
+    stages = ring_stages(tokens, K, config.split, int4)
+    variant = WideningVariant(tokens, stages, write, bias is not None, pdl, scale is not None, deferred is not None, int4)
+    packed = 2 if int4 else 1  # columns in a byte, and float16 numbers that the kernel reads as one
     outputs = ROWS // 2 if variant.gated else ROWS
     _kernel(config, variant)(
         -(-M // variant.tokens) * -(-columns // outputs) * config.split,
         (
             cuda_driver.tensor_map(x.data_ptr(), (K, M), x.dtype, (X_COLUMNS, variant.tokens)),
-            cuda_driver.tensor_map(weight.data_ptr(), (K, N), weight.dtype, (DEPTH, outputs)),
-            _Scales(weight_scale.data_ptr(), *row_scales[:2], row_scales[2].bit_length() - 1),
+            cuda_driver.tensor_map(weight.data_ptr(), (K // packed, N), weight.dtype, (DEPTH // packed, outputs)),
+            _Scales(weight_scale.data_ptr(), row_scales // packed, scale_rows, scale_columns.bit_length() - 1),
             out, bias, norms_argument(scale, deferred), M, columns, K,
         ),
         pdl,
@@ -181,9 +185,9 @@ def source(config: WideningConfig, variant: WideningVariant) -> str:
     v = variant
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
-        TOKENS=v.tokens, SPLIT=config.split, STAGES=v.stages, EARLY=int(v.pdl), ROWS=ROWS, CLUSTER_M=1, CLUSTER_N=1, LOADERS=v.loaders,
-        LOAD_REGISTERS=LOAD_REGISTERS, TILE=64 if v.gated else 32, SHARERS=1, BFLOAT16=1, BIAS=int(v.bias), WRITE=v.write, STORE=1,
-        ARGMAX=0, SCALE=int(v.scale), DEFER=int(v.deferred),
+        INT4=int(v.int4), TOKENS=v.tokens, SPLIT=config.split, STAGES=v.stages, EARLY=int(v.pdl), ROWS=ROWS, CLUSTER_M=1, CLUSTER_N=1,
+        LOADERS=v.loaders, LOAD_REGISTERS=LOAD_REGISTERS, TILE=64 if v.gated else 32, SHARERS=1, BFLOAT16=1, BIAS=int(v.bias),
+        WRITE=v.write, STORE=1, ARGMAX=0, SCALE=int(v.scale), DEFER=int(v.deferred),
     )  # fmt: skip
     multiply = multiply_source(v.tokens, "bf16", overwrites=True, fragments=True)
     return program(constants, PARTS, multiply, *(Path(__file__).with_name(name) for name in ("wgmma_output.cu", "widening_gemm.cu")))

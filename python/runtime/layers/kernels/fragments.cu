@@ -80,7 +80,7 @@ __device__ __forceinline__ float group_factor(u8 s) { return __uint_as_float((u3
 
 // Eight columns of a token in the order in which `widen_second_e2m1` returns the weights of a word: 0 2 1 3 4 6 5 7.
 __device__ __forceinline__ uint4 reordered(uint4 v) {
-    if (FORMAT != 2) return v;
+    if (FORMAT < 2) return v;
     return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
 }
 
@@ -147,6 +147,7 @@ __device__ __forceinline__ long row_bytes(int columns) { return FORMAT == 0 ? 2L
 
 __device__ __forceinline__ Row row_of(const Weights& w, int expert, int row) {
     const u8* at = w.weight + ((long)expert * w.rows + row) * row_bytes(w.columns);
+    if (FORMAT == 3) return {at, w.scale + 2L * ((long)expert * w.expert_scales + (long)row * w.row_scales)};
     if (FORMAT == 1) return {at, w.scale + 4L * ((long)expert * w.expert_scales + (long)(row >> 31 - __clz(w.scale_rows)) * w.row_scales)};
     return {at, FORMAT == 2 ? w.scale + ((long)expert * w.rows + row) * (w.columns / 32) : nullptr};
 }
@@ -160,13 +161,26 @@ __device__ __forceinline__ uint4 piece_of(const u16* token, int column) {
 }
 
 // `sums += two weight rows x a token`, for 16 bytes of each row in every lane: rows g and g + 8, token g, 16 columns of e4m3.
-__device__ __forceinline__ void multiply_e4m3(float (&sums)[4], uint4 g_row, uint4 h_row, const uint4 (&tokens)[2]) {
+__device__ __forceinline__ void multiply_e4m3(float (&sums)[4], uint4 g_row, uint4 h_row, const uint4* tokens) {
     const u32 gs[4] = {g_row.x, g_row.y, g_row.z, g_row.w}, hs[4] = {h_row.x, h_row.y, h_row.z, h_row.w};
     const u32* const xs = (const u32*)tokens;
     #pragma unroll
     for (int j = 0; j < 4; j++) {
         const uint2 g = widen_e4m3(gs[j]), h = widen_e4m3(hs[j]);
         mma(sums, g.x, h.x, g.y, h.y, xs[2 * j], xs[2 * j + 1]);
+    }
+}
+
+// The same for 32 columns of int4, whose tokens are `reordered`. `g_both`, `h_both`: scale and minimum of this lane's columns in each row.
+__device__ __forceinline__ void multiply_int4(float (&sums)[4], uint4 g_row, uint4 h_row, u32 g_both, u32 h_both, const uint4* tokens) {
+    const u32 gs[4] = {g_row.x, g_row.y, g_row.z, g_row.w}, hs[4] = {h_row.x, h_row.y, h_row.z, h_row.w};
+    const u32* const xs = (const u32*)tokens;
+    const Numbers g_own = numbers_of(g_both), h_own = numbers_of(h_both);
+    #pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const uint4 g = widen_int4(gs[j], g_own), h = widen_int4(hs[j], h_own);
+        mma(sums, g.x, h.x, g.y, h.y, xs[2 * j], xs[2 * j + 1]);
+        mma(sums, g.z, h.z, g.w, h.w, xs[8 + 2 * j], xs[8 + 2 * j + 1]);
     }
 }
 

@@ -20,6 +20,11 @@ def scale_layout(rows: int, columns: int, scale: torch.Tensor) -> tuple[int, int
     return scale.shape[1], _block(rows, scale.shape[0]), _block(columns, scale.shape[1])
 
 
+def num_columns(weight: torch.Tensor) -> int:
+    """Columns of a stored weight; int4 has two in a byte."""
+    return weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
+
+
 def _block(size: int, count: int) -> int:
     """The largest power of two up to 128 that divides `size` entries into `count` blocks; for one block, any power of two of at least
     `size`.

@@ -256,33 +256,11 @@ H200 = DeviceTuning(
         (64, (TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(64, 128, 8, 5, swap=True, prefetch=0))),
         (128, (TritonConfig(64, 128, 8, 4, swap=True, prefetch=0), TritonConfig(64, 128, 4, 4, swap=True, prefetch=0))),
     ),
+    # The fastest of a sweep over two of Llama-3-8B's GEMMs on an H200, which itself runs other kernels.
     int4_candidates=(
-        (
-            16,
-            (
-                TritonConfig(16, 512, 2, 4, swap=True, prefetch=512),
-                TritonConfig(32, 256, 2, 5, swap=True, prefetch=512),
-                TritonConfig(32, 256, 4, 4, swap=True, prefetch=0),
-                TritonConfig(64, 128, 4, 5, swap=True, prefetch=0),
-            ),
-        ),
-        (
-            32,
-            (
-                TritonConfig(64, 256, 4, 4, swap=True, prefetch=0),
-                TritonConfig(32, 256, 4, 4, swap=True, prefetch=0),
-                TritonConfig(64, 128, 4, 6, swap=True, prefetch=0),
-            ),
-        ),
-        (64, (TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(128, 128, 8, 4, swap=True, prefetch=0))),
-        (
-            1024,
-            (
-                TritonConfig(64, 128, 4, 4, swap=True, prefetch=0),
-                TritonConfig(128, 128, 8, 3, swap=True, prefetch=0),
-                TritonConfig(128, 64, 8, 4, swap=True, prefetch=0),
-            ),
-        ),
+        (16, (TritonConfig(64, 128, 4, 3, swap=True, prefetch=0), TritonConfig(32, 128, 4, 3, swap=True, prefetch=0))),
+        (64, (TritonConfig(128, 128, 8, 3, swap=True, prefetch=0), TritonConfig(64, 128, 4, 3, swap=True, prefetch=0))),
+        (1024, (TritonConfig(64, 128, 4, 4, swap=True, prefetch=0), TritonConfig(128, 64, 8, 3, swap=True, prefetch=0))),
     ),
     # The fastest of a sweep over 128256 x 4096 and 151936 x 2048.
     head_candidates=(
@@ -299,9 +277,10 @@ H200 = DeviceTuning(
         (8, (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4))),
         (16, (FragmentConfig(8, 4), FragmentConfig(8, 2), FragmentConfig(16, 2), FragmentConfig(8, 2, tall=2))),
     ),
+    # The fastest of a sweep over Llama-3-8B's GEMMs.
     int4_fragment_candidates=(
-        (8, (FragmentConfig(8, 2), FragmentConfig(16, 2), FragmentConfig(4, 4), FragmentConfig(8, 2, tall=2))),
-        (16, (FragmentConfig(8, 1, tall=2), FragmentConfig(8, 1), FragmentConfig(8, 2, tall=2))),
+        (8, (FragmentConfig(8, 2), FragmentConfig(4, 2), FragmentConfig(4, 2, tall=2), FragmentConfig(16, 1, tall=2))),
+        (16, (FragmentConfig(8, 1, tall=2), FragmentConfig(16, 1, tall=2), FragmentConfig(4, 2, tall=2), FragmentConfig(8, 2, tall=2))),
     ),
     triton_gemm_rows=32,
     wgmma_only_rows=64,

@@ -130,6 +130,8 @@ void fma_rn_f16x2(unsigned& out, unsigned a, unsigned b, unsigned c) {  // round
     out = one(0) | one(16) << 16;
 }
 
+void cvt_f32_f16(float& out, unsigned short bits) { out = of_half(bits); }
+
 void copy_later(unsigned to, const void* from, int size, int whole) {
     aligned(of_shared(to), whole);
     if (size) aligned(from, whole);

@@ -110,6 +110,12 @@ void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
 );
 void four_e4m3_to_float16(unsigned& low, unsigned& high, unsigned four);
 void fma_rn_f16x2(unsigned& out, unsigned a, unsigned b, unsigned c);
+inline void mul_rn_f16x2(unsigned& out, unsigned a, unsigned b) { fma_rn_f16x2(out, a, b, 0x80008000); }
+inline void add_rn_bf16x2(unsigned& out, unsigned a, unsigned b) {
+    const auto one = [&](int at) { return (unsigned)bfloat16_of(of_bfloat16(a >> at) + of_bfloat16(b >> at)); };
+    out = one(0) | one(16) << 16;
+}
+void cvt_f32_f16(float& out, unsigned short bits);
 inline void lop3_b32(unsigned& out, unsigned a, unsigned b) { out = (a & 0x0E0E0E0E) | (b & ~0x0E0E0E0Eu); }
 inline void lop3_b32(unsigned& out, unsigned a, unsigned mask, unsigned bits) { out = (a & mask) | bits; }
 inline void max_u16x2(unsigned& out, unsigned a, unsigned b) {

@@ -145,13 +145,14 @@ def test_int4_codes_become_weights_rounded_once(programs: Path, tmp_path: Path) 
     torch.manual_seed(0)
     codes = torch.randint(16, (4096, 8))  # low codes of bytes 0 to 3, then high ones
     codes[:16] = torch.arange(16)[:, None]
-    numbers = (torch.randn((len(codes), 2)) * torch.logspace(-7, 4, len(codes))[:, None]).half()
-    numbers[:8] = torch.tensor([[1, 0], [-0.25, 3], [0, -5], [2**-24, 0], [2**-24, 2**-24], [65504, 0], [0, 65504], [-65504, 0]]).half()
+    scale = (torch.randn(len(codes)) * torch.logspace(-7, 4, len(codes))).half()
+    scale[:7] = torch.tensor([1, -0.25, 0, 2**-24, 2**-23, 65504, -65504]).half()
+    numbers = torch.stack((scale, torch.randint(16, scale.shape).half()), 1)
     words = sum((codes[:, i] | codes[:, 4 + i] << 4) << 8 * i for i in range(4))
     assert isinstance(words, torch.Tensor)
     (file := tmp_path / "widen.cu").write_text(WIDEN_INT4, encoding="utf-8")
     kernel, out = compiled(source(file, dict(FORMAT=3, ACT=0, EARLY=0)), "widen_words", programs), torch.zeros((len(codes), 8)).half()
     EmulatedKernel(kernel, 32, 1)(len(codes) // 32, (words.to(torch.uint32), numbers, out), False)
     order = [0, 2, 1, 3, 4, 6, 5, 7]
-    want = (codes.double() * numbers[:, :1].double() + numbers[:, 1:].double()).half()[:, order]
+    want = ((codes - numbers[:, 1:].double()) * numbers[:, :1].double()).half()[:, order]
     assert torch.equal(out.view(torch.int16), want.view(torch.int16))

@@ -4,7 +4,10 @@
 // each row are issued while that kernel still runs; a small matrix is in registers when x is ready. x is scaled to float16 by a power of
 // two, one for the columns of a row that a warp loads at once.
 //
-// Constants from the host besides those of `few_rows_output.cu`: BATCH.
+// With EXACT, int4 weights have groups of 128 columns, as many as a warp loads at once. Then codes minus zero points are multiplied in bfloat16,
+// which represents them and x exactly, and scales are applied to the sums of a group.
+//
+// Constants from the host besides those of `few_rows_output.cu`: BATCH, EXACT.
 
 constexpr int BLOCKS = TILES * TALL * BATCH > 4 ? 1 : WARPS < 8 ? 3 : 16 / WARPS;  // per SM at least, limited by registers
 constexpr int PIECES = LANE_COLUMNS / 8;
@@ -24,6 +27,20 @@ __device__ __forceinline__ Fragment load_fragment(const Weights& w, Row low, Row
         f.high_scale = ((const u32*)high.scale)[block];
     }
     return f;
+}
+
+// `sums += two weight rows x a token`, for 32 columns of codes in every lane. Zero points are as in `widen_codes`.
+__device__ __forceinline__ void multiply_codes(float (&sums)[4], uint4 g_row, uint4 h_row, u32 g_zero, u32 h_zero, const uint4* tokens) {
+    const u32 gs[4] = {g_row.x, g_row.y, g_row.z, g_row.w}, hs[4] = {h_row.x, h_row.y, h_row.z, h_row.w};
+    const u32* const xs = (const u32*)tokens;
+    #pragma unroll
+    for (int j = 0; j < 4; j++)
+        #pragma unroll
+        for (int upper = 0; upper < 2; upper++) {
+            const u32 g = gs[j] >> 4 * upper, h = hs[j] >> 4 * upper;
+            mma_bf16(sums, widen_codes(g, g_zero), widen_codes(h, h_zero), widen_codes(g >> 8, g_zero), widen_codes(h >> 8, h_zero),
+                     xs[8 * upper + 2 * j], xs[8 * upper + 2 * j + 1]);
+        }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(const u16* x, Weights w, void* out, Norms norms, int M) {
@@ -68,6 +85,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(cons
         float widenings[TILES][2];  // of the tokens that a lane has sums of
         #pragma unroll
         for (int n = 0; n < TILES; n++) {
+            if (EXACT) {
+                #pragma unroll
+                for (int j = 0; j < BATCH; j++)
+                    #pragma unroll
+                    for (int k = 0; k < PIECES; k++) pieces[j][n][k] = reordered(pieces[j][n][k]);
+                continue;
+            }
             u32 largest = 0;  // of these columns of token g, which four lanes hold
             #pragma unroll
             for (int j = 0; j < BATCH; j++)
@@ -91,6 +115,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(cons
             #pragma unroll
             for (int i = 0; i < TALL; i++) {
                 const Fragment f = weights[j][i];
+                if (EXACT) {
+                    u32 low_zero, high_zero;
+                    const float low_scale = group_scale(f.low_scale, low_zero), high_scale = group_scale(f.high_scale, high_zero);
+                    #pragma unroll
+                    for (int n = 0; n < TILES; n++) {
+                        float part[4] = {};
+                        multiply_codes(part, f.low, f.high, low_zero, high_zero, pieces[j][n]);
+                        add_scaled(sums[i][n], part, low_scale, high_scale);
+                    }
+                    weights[j][i] = load_fragment(w, low[i], high[i], column, next < end && column < w.columns);
+                    continue;
+                }
                 if (FORMAT == 3) {
                     #pragma unroll
                     for (int n = 0; n < TILES; n++) multiply_int4(of_batch[i][n], f.low, f.high, f.low_scale, f.high_scale, pieces[j][n]);
@@ -109,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(cons
                 weights[j][i] = load_fragment(w, low[i], high[i], column, next < end && column < w.columns);
             }
         }
+        if (EXACT) continue;
         #pragma unroll
         for (int i = 0; i < TALL; i++)
             #pragma unroll

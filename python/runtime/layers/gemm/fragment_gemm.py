@@ -16,6 +16,8 @@ from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.scale_layout import num_columns, scale_layout
 
 MOST_TALL = 2
+EXACT_GROUP = 128
+"""Columns of a group of int4 weights that are multiplied exactly, in bfloat16: those of one load of a warp."""
 
 
 def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> bool:
@@ -55,7 +57,8 @@ def fragment_gemm(
     variant = OutputVariant.of(x, weight, out, epilogue, config.parts(N), pdl)
     weights = fragments.weights_argument(weight, weight_scale, epilogue.bias, (N, K), (0, *scale_layout(N, K, weight_scale)))
     blocks = epilogue.columns(N) // (16 * config.tall // (1 + epilogue.gated))
-    _kernel(config, variant, kind)(blocks, (x, weights, out, norms_argument(epilogue.scale, epilogue.deferred), M), pdl)
+    exact = kind == "int4" and K == EXACT_GROUP * weight_scale.shape[1]
+    _kernel(config, variant, kind, exact)(blocks, (x, weights, out, norms_argument(epilogue.scale, epilogue.deferred), M), pdl)
     return out
 
 
@@ -64,11 +67,13 @@ def _kind(weight: torch.Tensor) -> WeightFormat:
 
 
 @cache
-def _kernel(config: FragmentConfig, variant: OutputVariant, kind: WeightFormat) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(source(config, variant, kind), "fragment_gemm", threads=32 * config.warps, cluster=1, shared_bytes=0)
+def _kernel(config: FragmentConfig, variant: OutputVariant, kind: WeightFormat, exact: bool) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(
+        source(config, variant, kind, exact), "fragment_gemm", threads=32 * config.warps, cluster=1, shared_bytes=0
+    )
 
 
-def source(config: FragmentConfig, variant: OutputVariant, kind: WeightFormat = "fp8") -> str:
-    """The CUDA program of one tiling and variant."""
-    cut = {"FORMAT": fragments.FORMATS[kind], "WARPS": config.warps, "TALL": config.tall, "BATCH": config.batch}
+def source(config: FragmentConfig, variant: OutputVariant, kind: WeightFormat = "fp8", exact: bool = False) -> str:
+    """The CUDA program of one tiling and variant. `exact`: whether groups of int4 weights have `EXACT_GROUP` columns."""
+    cut = {"FORMAT": fragments.FORMATS[kind], "WARPS": config.warps, "TALL": config.tall, "BATCH": config.batch, "EXACT": int(exact)}
     return variant.source(Path(__file__).with_name("fragment_gemm.cu"), cut)

@@ -60,11 +60,11 @@ def _widen_int4_kernel(w_ptr, scale_ptr, out_ptr, N, K, groups, runs_per_group, 
     inside = (n < N) & (run < K // 32)
     numbers = scale_ptr + 2 * (n * groups + run // runs_per_group)
     scale = tl.load(numbers, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-    minimum = tl.load(numbers + 1, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    zero = tl.load(numbers + 1, mask=inside, other=0.0).to(tl.float32)[:, :, None]
     at = w_ptr + (n.to(tl.int64) * (K // 2) + run * 16)[:, :, None] + tl.arange(0, 16)[None, None, :]
     packed = tl.load(at, mask=inside[:, :, None], other=0)
-    low = widen_int4(packed & 15, scale, minimum, out_ptr.dtype.element_ty)
-    high = widen_int4(packed >> 4, scale, minimum, out_ptr.dtype.element_ty)
+    low = widen_int4(packed & 15, scale, zero, out_ptr.dtype.element_ty)
+    high = widen_int4(packed >> 4, scale, zero, out_ptr.dtype.element_ty)
     both = tl.permute(tl.join(low, high), (0, 1, 3, 2)).reshape(BLOCK_N, RUNS * 32)
     rows, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None], tl.program_id(1) * (RUNS * 32) + tl.arange(0, RUNS * 32)[None, :]
     tl.store(out_ptr + rows.to(tl.int64) * K + k, both, mask=(rows < N) & (k < K))

@@ -7,8 +7,7 @@
 // One thread issues TMA loads into a ring of stages of 128 columns. Weights depend on nothing, so the ring is filled with them while the
 // previous kernel still runs (programmatic dependent launch), and the first are widened; loads of x wait for that kernel to end.
 //
-// An int4 weight is `code * scale + minimum` with groups of 128 columns. The minimum is -scale times an integer, the zero point, so code minus
-// zero point is exact in bfloat16.
+// An int4 weight is `(code - zero) * scale` with groups of 128 columns. Zero points are integers, so the difference is exact in bfloat16.
 //
 // SPLIT blocks of a cluster split K. Each gets the sums of its own rows of x from all of them, and adds these in order.
 //
@@ -32,13 +31,6 @@ __device__ __forceinline__ u32 load_word(u32 from) {
     u32 word;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
     return word;
-}
-
-// Two codes, the low four bits of the halves of a word, minus their zero point. As the last bits of 128 in bfloat16 a code is 128 + code.
-__device__ __forceinline__ u32 minus_zero(u32 codes, u32 zero) {
-    u32 out;
-    asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;\nadd.rn.bf16x2 %0, %0, %2;" : "=&r"(out) : "r"(codes), "r"(zero));
-    return out;
 }
 
 // A barrier of the threads that multiply.
@@ -71,8 +63,8 @@ __device__ __forceinline__ void widen_half_int4(u32 (&fragments)[STEPS][4], u32 
             const u32 four = __byte_perm(low, high, pick);
 #pragma unroll
             for (int upper = 0; upper < 2; upper++) {
-                fragments[k + upper][2 * eight] = minus_zero(four >> (8 + 4 * upper), low_zero);
-                fragments[k + upper][2 * eight + 1] = minus_zero(four >> 4 * upper, high_zero);
+                fragments[k + upper][2 * eight] = widen_codes(four >> (8 + 4 * upper), low_zero);
+                fragments[k + upper][2 * eight + 1] = widen_codes(four >> 4 * upper, high_zero);
             }
         }
     }
@@ -89,17 +81,11 @@ struct Scales {
 // What the columns of a block of scales have in common in a row.
 struct Factor {
     float scale;
-    u32 zero;  // for int4: -(128 + zero point) in bfloat16, twice
+    u32 zero;  // for int4, as in `widen_codes`
 
     __device__ __forceinline__ void load(const float* at) {
-        if constexpr (INT4) {
-            const u32 both = *(const u32*)at;
-            float minimum;
-            asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
-                : "=f"(scale), "=f"(minimum) : "r"(both));
-            const float number = scale == 0.0f ? -128.0f : rintf(__fdividef(minimum, scale)) - 128.0f;
-            zero = to_bf16x2(number, number);
-        } else scale = *at;
+        if constexpr (INT4) scale = group_scale(*(const u32*)at, zero);
+        else scale = *at;
     }
 };
 

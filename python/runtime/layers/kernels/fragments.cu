@@ -45,11 +45,10 @@ __device__ __forceinline__ uint2 widen_first_e2m1(u32 bytes) {
     return widen_second_e2m1(moved);
 }
 
-// Int4 codes: the two float16 numbers of a group, its scale and its minimum, twice each.
+// Of a group of int4 codes, whose weights are (code - zero) * scale, in float16, each twice: the scale, -1024 - zero and -64 - zero.
 struct Numbers {
-    u32 scale, minimum;
+    u32 scale, low_zero, high_zero;
 };
-__device__ __forceinline__ Numbers numbers_of(u32 both) { return {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)}; }
 
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {  // of two float16 numbers each
     u32 out;
@@ -57,22 +56,24 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {  // of two float16 nu
     return out;
 }
 
-// As the last bits of 1024, a code is a float16 number without a conversion: 1024 + code, or 1024 + 16 * code in the high four bits of a byte.
-__device__ __forceinline__ u32 beside_1024(u32 bits, u32 mask) {
-    u32 out;  // in one instruction; the compiler would use two
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(bits), "r"(mask), "r"(0x64006400));
+__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
+    u32 out;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
     return out;
 }
+__device__ __forceinline__ Numbers numbers_of(u32 both) {  // scale and zero point
+    const u32 zero = __byte_perm(both, 0, 0x3232), MINUS_ONE = 0xBC00BC00, LOW = 0xE400E400, HIGH = 0xD400D400;  // -1, -1024, -64
+    return {__byte_perm(both, 0, 0x1010), fma2(zero, MINUS_ONE, LOW), fma2(zero, MINUS_ONE, HIGH)};
+}
 
-// The weights `code * scale + minimum` of four bytes as float16, rounded once: the codes in the low four bits of bytes 0 and 2, then of bytes 1 and
-// 3, then those in the high four bits of the same bytes. Weights beyond float16's range become infinite.
+// The weights `(code - zero) * scale` of four bytes as float16, rounded once: the codes in the low four bits of bytes 0 and 2, then of bytes 1 and
+// 3, then those in the high four bits of the same bytes. As the last bits of 1024 a code is 1024 + code, or 1024 + 16 * code. Weights beyond float16's range become infinite.
 __device__ __forceinline__ uint4 widen_int4(u32 bytes, Numbers own) {
-    const u32 ONE = 0x3C003C00, SIXTEENTH = 0x2C002C00, LOW = 0xE400E400, HIGH = 0xD400D400;  // 1, 1 / 16, -1024, -64
-    const u32 a = fma2(beside_1024(bytes, 0x000F000F), ONE, LOW), b = fma2(beside_1024(bytes >> 8, 0x000F000F), ONE, LOW);
-    const u32 c = fma2(beside_1024(bytes, 0x00F000F0), SIXTEENTH, HIGH), d = fma2(beside_1024(bytes >> 8, 0x00F000F0), SIXTEENTH, HIGH);
-    return make_uint4(
-        fma2(a, own.scale, own.minimum), fma2(b, own.scale, own.minimum), fma2(c, own.scale, own.minimum), fma2(d, own.scale, own.minimum)
-    );
+    const u32 BASE = 0x64006400, ONE = 0x3C003C00, SIXTEENTH = 0x2C002C00;
+    const u32 a = fma2(set_bits(BASE, bytes, 0x000F000F), ONE, own.low_zero), b = fma2(set_bits(BASE, bytes >> 8, 0x000F000F), ONE, own.low_zero);
+    const u32 c = fma2(set_bits(BASE, bytes, 0x00F000F0), SIXTEENTH, own.high_zero);
+    const u32 d = fma2(set_bits(BASE, bytes >> 8, 0x00F000F0), SIXTEENTH, own.high_zero);
+    return make_uint4(mul2(a, own.scale), mul2(b, own.scale), mul2(c, own.scale), mul2(d, own.scale));
 }
 
 // The scale of an e2m1 group in float32: 2^(s - 127), or 0 for s = 0.
@@ -171,7 +172,7 @@ __device__ __forceinline__ void multiply_e4m3(float (&sums)[4], uint4 g_row, uin
     }
 }
 
-// The same for 32 columns of int4, whose tokens are `reordered`. `g_both`, `h_both`: scale and minimum of this lane's columns in each row.
+// The same for 32 columns of int4, whose tokens are `reordered`. `g_both`, `h_both`: scale and zero point of this lane's columns in each row.
 __device__ __forceinline__ void multiply_int4(float (&sums)[4], uint4 g_row, uint4 h_row, u32 g_both, u32 h_both, const uint4* tokens) {
     const u32 gs[4] = {g_row.x, g_row.y, g_row.z, g_row.w}, hs[4] = {h_row.x, h_row.y, h_row.z, h_row.w};
     const u32* const xs = (const u32*)tokens;

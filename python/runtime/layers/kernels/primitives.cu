@@ -154,6 +154,32 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
     return both;
 }
 
+// `bits & mask | base` in one instruction; the compiler would use two.
+__device__ __forceinline__ u32 set_bits(u32 base, u32 bits, u32 mask) {
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(bits), "r"(mask), "r"(base));
+    return out;
+}
+
+// Two int4 codes, the low four bits of both halves of a word, minus their zero point, in bfloat16. As the last bits of 128 a code is 128 + code.
+// `minus_zero`: -128 - zero, twice.
+__device__ __forceinline__ u32 widen_codes(u32 codes, u32 minus_zero) {
+    u32 out;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(set_bits(0x43004300, codes, 0x000F000F)), "r"(minus_zero));
+    return out;
+}
+__device__ __forceinline__ float of_f16(u16 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+// The scale and the zero point of a group of codes, two float16 numbers: the scale, and `minus_zero`.
+__device__ __forceinline__ float group_scale(u32 both, u32& minus_zero) {
+    const float number = -128.0f - of_f16(both >> 16);
+    minus_zero = to_bf16x2(number, number);
+    return of_f16(both & 0xFFFF);
+}
+
 // ex2.approx.ftz.
 __device__ __forceinline__ float exp2_of(float x) {
     float y;

@@ -11,7 +11,7 @@ def scale_layout(rows: int, columns: int, scale: torch.Tensor) -> tuple[int, int
     """The layout of the scales of a matrix [rows, columns]: numbers per row of blocks, rows per block, columns per block.
 
     `scale` is float32 [rows], one per row, or float32 [blocks of rows, blocks of columns] with block sizes that are powers of two up to
-    128; for int4, float16 [rows, groups of columns, 2], a scale and a minimum.
+    128; for int4, float16 [rows, groups of columns, 2], a scale and a zero point.
     """
     if scale.dim() == 3:
         return 2 * scale.shape[1], 1, columns // scale.shape[1]

@@ -54,12 +54,12 @@ def dot_step(
         column = byte // 16 * 32 + byte % 16
         packed = tl.load(w_rows + byte, mask=None if EVEN_K else byte < K // 2, other=None if EVEN_K else 0)
         numbers = scale_rows + 2 * (tl.minimum(start, K - 1) // scale_columns)
-        scale, minimum = tl.load(numbers).to(tl.float32), tl.load(numbers + 1).to(tl.float32)
+        scale, zero = tl.load(numbers).to(tl.float32), tl.load(numbers + 1).to(tl.float32)
         x_mask = x_in if EVEN_K else x_in & (column < K)
         x_low = tl.load(x_rows + column, mask=x_mask, other=0.0)
         x_high = tl.load(x_rows + column + 16, mask=x_mask, other=0.0)
-        acc = tl.dot(widen_int4(packed & 15, scale, minimum, x_low.dtype), tl.trans(x_low), acc)
-        acc = tl.dot(widen_int4(packed >> 4, scale, minimum, x_low.dtype), tl.trans(x_high), acc)
+        acc = tl.dot(widen_int4(packed & 15, scale, zero, x_low.dtype), tl.trans(x_low), acc)
+        acc = tl.dot(widen_int4(packed >> 4, scale, zero, x_low.dtype), tl.trans(x_high), acc)
         acc = tl.where(K > 0, acc, 0.0)  # waits for the dots, as for MXFP4
     else:
         k = start + tl.arange(0, BLOCK_K)[None, :]
@@ -106,11 +106,11 @@ def widen_fp8(w, dtype: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def widen_int4(code, scale, minimum, dtype: tl.constexpr):
-    """`code * scale + minimum` in float32, rounded to `dtype`. `code`: uint8 [N, B], at most 15; `scale`, `minimum`: float32 [N, 1]."""
+def widen_int4(code, scale, zero, dtype: tl.constexpr):
+    """`(code - zero) * scale` in float32, rounded to `dtype`. `code`: uint8 [N, B], at most 15; `scale`, `zero`: float32 [N, 1]."""
     # As the last bits of the float32 number 2^23, a code is converted without an instruction of the slow conversion units.
-    number = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    return (number * scale + minimum).to(dtype)
+    number = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+    return ((number - (zero + 8388608.0)) * scale).to(dtype)
 
 
 @triton.jit

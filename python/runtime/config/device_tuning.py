@@ -279,8 +279,8 @@ H200 = DeviceTuning(
     ),
     # The fastest of a sweep over Llama-3-8B's GEMMs.
     int4_fragment_candidates=(
-        (8, (FragmentConfig(8, 2), FragmentConfig(4, 2), FragmentConfig(4, 2, tall=2), FragmentConfig(16, 1, tall=2))),
-        (16, (FragmentConfig(8, 1, tall=2), FragmentConfig(16, 1, tall=2), FragmentConfig(4, 2, tall=2), FragmentConfig(8, 2, tall=2))),
+        (8, (FragmentConfig(8, 2), FragmentConfig(4, 2), FragmentConfig(4, 2, tall=2), FragmentConfig(8, 2, tall=2))),
+        (16, (FragmentConfig(8, 1, tall=2), FragmentConfig(8, 2, tall=2), FragmentConfig(4, 2, tall=2))),
     ),
     triton_gemm_rows=32,
     wgmma_only_rows=64,

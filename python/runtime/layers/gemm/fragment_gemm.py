@@ -57,7 +57,7 @@ def fragment_gemm(
     variant = OutputVariant.of(x, weight, out, epilogue, config.parts(N), pdl)
     weights = fragments.weights_argument(weight, weight_scale, epilogue.bias, (N, K), (0, *scale_layout(N, K, weight_scale)))
     blocks = epilogue.columns(N) // (16 * config.tall // (1 + epilogue.gated))
-    exact = kind == "int4" and K == EXACT_GROUP * weight_scale.shape[1]
+    exact = kind == "int4" and EXACT_GROUP * weight_scale.shape[1] == K
     _kernel(config, variant, kind, exact)(blocks, (x, weights, out, norms_argument(epilogue.scale, epilogue.deferred), M), pdl)
     return out
 

@@ -22,7 +22,6 @@ from runtime.config.flag_parser import from_fields
 from runtime.constrained import llguidance_backend
 from runtime.entrypoints.prepare import prepare
 from runtime.layers.attention.stable_shapes import HeadKind, find_stable_shapes
-from runtime.layers.quantization.int4 import quantize_groups
 from runtime.model_executor import depth_costs, model_loader
 from runtime.model_executor.context import AS_CONFIGURED, make_context
 from runtime.model_files.cache_folder import default_cache_dir
@@ -30,6 +29,7 @@ from runtime.model_files.embedded import embedded_folder
 from runtime.models.registry import load_hf_config
 from runtime.models.weights import WeightTable
 from runtime.text.tokenizer import Tokenizer
+from unit.test_linear import int4_storage
 from warm_start import program_of
 from warm_state import find_shapes, keep_tokenizer, keep_weights
 
@@ -138,4 +138,4 @@ def test_kept_weights_are_those_of_the_file(monkeypatch: pytest.MonkeyPatch) -> 
     with safe_open(file, "pt") as found:
         down = found.get_tensor(f"model.layers.{len(one.layers) - 1}.mlp.down_proj.weight")
         assert torch.equal(one.embed, found.get_tensor("model.embed_tokens.weight"))
-    assert torch.equal(one.layers[-1].mlp.down_proj.storage.weight, quantize_groups(down))
+    assert torch.equal(one.layers[-1].mlp.down_proj.storage.weight, int4_storage(down).weight)

@@ -86,7 +86,7 @@ def compressed(**fields: Any) -> dict[str, Any]:
     ({"quant_method": "fp8", "modules_to_convert": ["embed"]}, r"modules_to_convert: \['embed'\]"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo: NVFP4"),
     ({"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8_AWQ"}}, "quant_algo: W4A8_AWQ"),
-    (compressed(format="pack-quantized", weights={"num_bits": 4, "type": "int"}), "config_groups.group_0.weights: int of 4 bits"),
+    (compressed(format="pack-quantized", weights={"num_bits": 4, "type": "int"}), "config_groups.group_0.weights.strategy: channel"),
     (compressed(format="nvfp4-pack-quantized", weights={"num_bits": 4}), "config_groups.group_0.weights: float of 4 bits"),
     (compressed(format="int-quantized", weights={"type": "int"}), "config_groups.group_0.weights: int of 8 bits"),
     (compressed(format="mxfp8-quantized"), "format: mxfp8-quantized"),

@@ -10,13 +10,13 @@ from gguf.constants import GGMLQuantizationType
 from runtime.distributed.parallel_group import ALONE
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
-from runtime.layers.quantization.int4 import GROUP, LARGEST_CODE, Int4, quantize_groups
+from runtime.layers.quantization.int4 import GROUP, LARGEST_CODE, Int4, quantize
 from runtime.layers.quantization.scheme import NewWeight, Storage
 from runtime.layers.torch_ops import TorchOps
 from runtime.models.context import ModelContext
 from runtime.models.registry import build_model
 from runtime.models.weights import WeightTable
-from unit.test_linear import CPU, Rank, quantized, random
+from unit.test_linear import CPU, Rank, int4_storage, quantized, random
 from unit.tiny import tiny_model
 
 SCHEME = Int4()
@@ -32,21 +32,22 @@ def values(storage: Storage) -> torch.Tensor:
 
 def test_transposed_rows_are_quantized_like_a_copy_of_them() -> None:
     rows = torch.randn(2 * GROUP, 16)
-    assert torch.equal(quantize_groups(rows.T), quantize_groups(rows.T.contiguous()))
+    for mine, of_copy in zip(quantize(rows.T), quantize(rows.T.contiguous()), strict=True):
+        assert torch.equal(mine, of_copy)
 
 
 def test_a_q4_1_file_keeps_its_own_numbers() -> None:
     kind = GGMLQuantizationType.Q4_1
     file = gguf.quants.quantize(random(48, 256).numpy() * 0.3 + 0.05, kind)
     stored = torch.from_numpy(gguf.quants.dequantize(file, kind).copy())
-    assert torch.equal(values(Storage(quantize_groups(stored))), stored)
+    assert torch.equal(values(int4_storage(stored)), stored)
 
 
 def test_weights_are_off_by_half_a_step_at_most() -> None:
     rows = random(50, 64) * torch.logspace(-3, 3, 50)[:, None]
     groups = rows.unflatten(1, (-1, GROUP))
     step = ((groups.amax(2) - groups.amin(2)) / LARGEST_CODE)[..., None]
-    error = (values(Storage(quantize_groups(rows))) - rows).unflatten(1, (-1, GROUP)).abs()
+    error = (values(int4_storage(rows)) - rows).unflatten(1, (-1, GROUP)).abs()
     assert torch.all(error <= step * 0.51 + groups.abs().amax(2, keepdim=True) * 2**-10)
 
 

@@ -19,7 +19,7 @@ from runtime.layers.linear import Linear, Partition
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.quantization.dense import DENSE
-from runtime.layers.quantization.int4 import Int4, quantize_groups, storage_of
+from runtime.layers.quantization.int4 import Int4
 from runtime.layers.quantization.int8 import QUANTIZED_AT_ONCE, Int8, quantize_rows
 from runtime.layers.quantization.registry import SCHEMES
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
@@ -34,7 +34,17 @@ from unit.tiny import tiny_model
 CPU = torch.device("cpu")
 TOLERANCE = {"none": dict(rtol=1e-5, atol=1e-5), "int8": dict(rtol=2e-2, atol=0.15), "int4": dict(rtol=2e-2, atol=0.15)}
 """Layers of other shapes run other kernels; int8 and int4 round activations to bfloat16."""
-STORED = {"none": Storage, "int8": quantize_rows, "int4": lambda weight: storage_of(quantize_groups(weight))}
+
+
+def int4_storage(weight: torch.Tensor) -> Storage:
+    scheme, (rows, columns) = Int4(), weight.shape
+    storage = scheme.allocate(NewWeight(rows, columns, torch.float32, CPU))
+    part = LinearPart("a", (rows, columns), (slice(0, rows), slice(0, columns)), 0)
+    scheme.places(part, storage)["a.weight"].put(weight)
+    return storage
+
+
+STORED = {"none": Storage, "int8": quantize_rows, "int4": int4_storage}
 """A matrix as each scheme stores it."""
 
 

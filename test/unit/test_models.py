@@ -641,7 +641,7 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(quantization_config\.quant_method: awq\), which is not"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"quantized \(quantization_config\.quant_method: hqq\), which is not"),
         ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "quantization_config.fmt: e5m2"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"blocks of \[64, 64\]; only \[128, 128\]"),
         ({"quantization_config": {"quant_method": "fp8", "ignored_layers": "lm_head"}}, "ignored_layers is 'lm_head'; it must be a list"),
@@ -650,8 +650,8 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method: an unnamed scheme"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config.config_groups must be an object"),
         (
-            {"compression_config": COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}},
-            "config_groups.a.weights: int of 4 bits",
+            {"compression_config": COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 3, "type": "int"}}}}},
+            "config_groups.a.weights: int of 3 bits",
         ),
         (
             {"compression_config": COMPRESSED | {"config_groups": {"a": {"weights": {"strategy": "group"}}}}},

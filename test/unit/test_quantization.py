@@ -28,12 +28,11 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from runtime.config.quant_config import ON_LOAD, SHARD_UNITS, LayerNames, QuantConfig, scheme_name, with_flag
+from runtime.config.quant_config import INT4_GROUP, ON_LOAD, SHARD_UNITS, LayerNames, QuantConfig, scheme_name, with_flag
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.fp8 import E4M3, BlockFp8, RowFp8, block_size, quantize_blocks
-from runtime.layers.quantization.int4 import GROUP as INT4_GROUP
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
 from runtime.layers.quantization.registry import SCHEMES, quant_scheme
 from runtime.layers.quantization.scheme import LinearPart, NewWeight

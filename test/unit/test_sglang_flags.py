@@ -52,7 +52,7 @@ def test_a_long_command_line_of_sglang_loads(caplog: pytest.LogCaptureFixture) -
         (["--skip-tokenizer-init"], ["--skip-tokenizer-init", "input_ids"]),
         (["--decode-attention-backend", "fa3"], ["--decode-attention-backend", "--attention-backend"]),
         (["--ssl-ca-certs", "x"], ["--ssl-ca-certs", "key"]),
-        (["--quantization", "awq"], ["--quantization: must be one of int8, int4, fp8", "A quantized checkpoint needs no flag"]),
+        (["--quantization", "bitsandbytes"], ["--quantization: must be one of int8, int4, fp8", "A quantized checkpoint needs no flag"]),
         (["--attention-backend", "triton"], ["--attention-backend", "torch_native", "default: fa3 on Hopper GPUs"]),
         (["--made-up-flag", "x"], ["Unknown argument '--made-up-flag'"]),
     ],

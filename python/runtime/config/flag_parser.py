@@ -36,6 +36,8 @@ OTHER_SPELLINGS = {
     ("speculative_algorithm", "NEXTN"): "EAGLE",
     ("kv_cache_dtype", "bf16"): "bfloat16",
     ("quantization", "unquant"): "none",
+    ("quantization", "awq_marlin"): "awq",
+    ("quantization", "gptq_marlin"): "gptq",
     ("reasoning_parser", "qwen3-thinking"): "qwen3",
     ("tool_call_parser", "qwen"): "qwen25",
     ("tool_call_parser", "glm45"): "glm47",

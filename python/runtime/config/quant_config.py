@@ -10,13 +10,17 @@ from typing import Literal, NamedTuple
 from runtime.errors import ConfigError
 
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
-"""The names of the schemes; `--quantization` takes these and none."""
-CPU_ONLY: frozenset[Quantization] = frozenset({"int8", "int4"})
+"""The names of the schemes; `--quantization` takes these, `FormatFlag` and none."""
+FormatFlag = Literal["awq", "gptq"]
+"""Formats of int4 checkpoints that `--quantization` takes."""
+CPU_ONLY: frozenset[Quantization] = frozenset({"int8"})
 """Schemes with kernels only for CPUs."""
-STORED_ONLY: frozenset[Quantization] = frozenset({"mxfp4"})
-"""Schemes that need a checkpoint in this format."""
+STORED_ONLY: frozenset[Quantization | FormatFlag] = frozenset({"mxfp4", "awq", "gptq"})
+"""Schemes and formats that need a checkpoint in them."""
 ALWAYS_KEPT = ("lm_head", "embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "fc")
-"""Layers that are never quantised in FP8 and MXFP4 checkpoints, listed or not: heads, routers, inputs of draft heads."""
+"""Layers that are never quantised in quantised checkpoints, listed or not: heads, routers, inputs of draft heads."""
+INT4_GROUP = 32
+"""Columns with one scale in int4 weights that are quantised while loading; the least in a checkpoint."""
 BLOCK = 128
 """Rows and columns of a block with one scale."""
 
@@ -37,10 +41,16 @@ SHARD_UNITS: dict[str, ShardUnit] = {
     # Ranks may have uneven shards instead of zero padding: no rank stores more than with padding, and none reads zeros. The unit is two
     # groups of columns with one scale, because the kernels for many tokens need inner sizes that are multiples of 64.
     "mxfp4": ShardUnit(64),
-    "int4": ShardUnit(32),
+    "int4": ShardUnit(INT4_GROUP),  # or the larger groups of a checkpoint
     "fp8": ShardUnit(32, required=False),  # in smaller blocks, tensor cores cannot multiply e4m3 by e4m3
 }
 """The units of the schemes whose scales cover several columns, by the scheme's name; those of other schemes are single columns."""
+
+
+def shard_unit(scheme: str, group: int | None = None) -> ShardUnit:
+    """The unit of a scheme. `group`: columns with one scale in int4 weights."""
+    unit = SHARD_UNITS.get(scheme, ShardUnit())
+    return unit if group is None else unit._replace(columns=group)
 
 
 @functools.lru_cache
@@ -87,11 +97,30 @@ class LayerNames:
 
 
 @dataclass(frozen=True, slots=True)
+class Int4Format:
+    """How a checkpoint stores int4 weights: `(code - zero point) * scale`, with codes from 0 to 15.
+
+    Attributes:
+        name: the tool that writes them; it packs eight codes in an int32 word.
+        group: neighbouring columns of a row with one scale and one zero point.
+        zeros: whether it has zero points; otherwise all of them are 8.
+        zero_offset: added to the stored zero points.
+        ordered: whether it has the groups of the columns, which must be in order.
+    """
+
+    name: Literal["awq", "gptq", "compressed-tensors"]
+    group: int
+    zeros: bool = True
+    zero_offset: int = 0
+    ordered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class QuantConfig:
     """The quantisation of a model.
 
     Attributes:
-        method: FP8 is e4m3 with float32 scales; MXFP4 is e2m1 with a power of two per 32 columns.
+        method: FP8 is e4m3 with float32 scales; MXFP4 is e2m1 with a power of two per 32 columns; int4 is described by `int4`.
         scales: the range of one FP8 scale: 128 x 128 entries, or a row, which includes one scale for the whole tensor.
         scale_name: the suffix of the FP8 scales' tensor, in place of `weight`.
         other_scale_name: another suffix of the same tensor, which some checkpoints use; "" for none.
@@ -99,15 +128,17 @@ class QuantConfig:
         kept: names of layers that stay in 16 bits. A name matches whole components anywhere in a layer's name, `*` matches any characters,
             and `re:` introduces a regular expression.
         only: names of the only layers that are quantised, in the same form; () for all.
+        int4: the format of int4 weights.
     """
 
-    method: Literal["fp8", "mxfp4"]
+    method: Literal["fp8", "mxfp4", "int4"]
     scales: Literal["block", "row"] = "block"
     scale_name: str = "weight_scale_inv"
     other_scale_name: str = ""
     stored: bool = True
     kept: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    int4: Int4Format | None = None
 
     _kept: LayerNames = field(init=False, repr=False, compare=False)
     _only: LayerNames = field(init=False, repr=False, compare=False)
@@ -115,6 +146,11 @@ class QuantConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_kept", LayerNames.of(self.kept))
         object.__setattr__(self, "_only", LayerNames.of(self.only))
+
+    @property
+    def format(self) -> str:
+        """The name of the checkpoint's format, as `--quantization` takes it."""
+        return self.method if self.int4 is None else self.int4.name
 
     def keeps(self, layer: str) -> bool:
         """Whether the layer of this name, without `.weight`, stays in 16 bits."""
@@ -140,10 +176,10 @@ def with_flag(stored: QuantConfig | None, flag: str | None, name: str = "--quant
     Raises:
         ConfigError: the weights are already quantised in another way, or the flag needs a checkpoint in its format.
     """
-    if flag is None or flag == "none" or (stored is not None and flag == stored.method):
+    if flag is None or flag == "none" or (stored is not None and flag in (stored.method, stored.format)):
         return stored
     if stored is not None:
-        raise ConfigError(f"{name} {flag} is not possible: the checkpoint's weights are {stored.method} already. Leave it out.")
+        raise ConfigError(f"{name} {flag} is not possible: the checkpoint's weights are {stored.format} already. Leave it out.")
     if flag in STORED_ONLY:
-        raise ConfigError(f"{name} {flag} needs a checkpoint in {flag}. Use fp8, which quantizes 16-bit weights, or leave it out.")
+        raise ConfigError(f"{name} {flag} needs a checkpoint in {flag}. Use fp8 or int4, which quantize 16-bit weights, or leave it out.")
     return ON_LOAD if flag == "fp8" else None

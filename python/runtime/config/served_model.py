@@ -88,8 +88,10 @@ def _quantization(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> 
         if quant.method == "fp8":
             check_fp8("weights", device.gpu, device.dtype)
         return quant.method
-    if args.quantization is not None or not model.embedded or device.gpu is not None:
-        return None if args.quantization == "none" else args.quantization
+    flag = args.quantization
+    assert flag not in ("awq", "gptq"), "`with_flag` refuses formats of other checkpoints"
+    if flag is not None or not model.embedded or device.gpu is not None:
+        return None if flag == "none" else flag
     default, dtype = EMBEDDED_CPU_QUANTIZATION, asked_dtype(args)
     if dtype is not None:
         log.info("quantization none: --dtype %s asks for %s weights; --quantization %s makes them smaller", args.dtype, dtype, default)

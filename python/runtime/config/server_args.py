@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from runtime.config.attention_caps import MAX_TREE_BITS, AttentionName
 from runtime.config.draft_algorithms import ALGORITHM_CAPS
-from runtime.config.quant_config import Quantization
+from runtime.config.quant_config import FormatFlag, Quantization
 from runtime.log import LogFormat
 from runtime.pooling import PoolingName
 
@@ -73,10 +73,10 @@ class ServerArgs:
     """Type of weights and activations; auto is float32 on a CPU and the checkpoint's type, or bfloat16, on CUDA."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = _flag(MODEL, "auto")
     """Type of the KV cache: the model's (auto), or fp8_e4m3, which holds twice the tokens (fa3 or torch_native attention)."""
-    quantization: Literal[Quantization, "none"] | None = _flag(MODEL, None)
-    """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries); on a CPU, int8 stores them in
-    8 bits and int4 in 4 (a scale and a minimum for each 32 columns), with the LM head in 8 in both;
-    none turns off the embedded model's default. A quantized checkpoint needs no flag."""
+    quantization: Literal[Quantization, FormatFlag, "none"] | None = _flag(MODEL, None)
+    """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries), int4 in 4 (a scale and a minimum
+    for each 32 columns), and on a CPU int8 in 8; int4 on a CPU and int8 store the LM head in 8 bits; none turns off the embedded model's
+    default. A quantized checkpoint needs no flag: mxfp4, awq and gptq only check that it is in this format."""
     disable_fp8_activations: bool = _flag(MODEL, False)
     """Keep 16-bit activations with FP8 weights; by default, prompts and experts with many tokens round them to 8 bits on a GPU."""
     disable_shared_experts_fusion: bool = _flag(MODEL, False)

@@ -49,7 +49,9 @@ def needed_bytes(config: RuntimeConfig, model: ModelConfig) -> int:
     stored = _file_bytes(config.model.model_path)
     parameters = stored // _BYTES.get(model.dtype, 2)
     weights = parameters * size
-    if model.quant is not None:
+    if model.quant is not None and model.quant.method == "int4":
+        weights = stored + max(0, stored - 2 * embedding * (1 if model.tie_embeddings else 2))  # their second form, for the kernel
+    elif model.quant is not None:
         weights = stored
     elif config.model.quantization is not None:
         weights = int(max(0, parameters - embedding) * _QUANTIZED_BYTES[config.model.quantization]) + embedding * (size + 1)

@@ -18,6 +18,12 @@ DUMMY_STD = 0.02
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
 MXFP4_SCALE = 127 - 7
 """The exponent byte with which random e2m1 numbers, whose std is 2.9, have a std near `DUMMY_STD`."""
+INT4_CODES = (".qweight", ".weight_packed")
+INT4_ZERO_POINTS = (".qzeros", ".weight_zero_point")
+INT4_SCALE = DUMMY_STD / 4.6
+"""The scale with which random codes from 0 to 15, whose std is 4.6, have `DUMMY_STD`."""
+INT4_ZEROS = 0x77777777
+"""Eight zero points near the mean of the codes."""
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16},
@@ -54,7 +60,9 @@ def dummy_weights(
     """
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in shapes.items():
-        if name.endswith(FP8_SCALES):
+        if (int4 := _dummy_int4(name, shapes, device, generator)) is not None:
+            yield name, int4
+        elif name.endswith(FP8_SCALES):
             yield name, torch.full(shape, DUMMY_STD, device=device)
         elif any(name.removesuffix(".weight") + scale in shapes for scale in FP8_SCALES):
             yield name, torch.empty(shape, device=device).normal_(generator=generator).to(torch.float8_e4m3fn)
@@ -70,6 +78,21 @@ def dummy_weights(
             yield name, torch.ones(shape, dtype=dtype, device=device)
         else:
             yield name, torch.empty(shape, dtype=dtype, device=device).normal_(0.0, DUMMY_STD, generator=generator)
+
+
+def _dummy_int4(name: str, shapes: Mapping[str, tuple[int, ...]], device: torch.device, generator: torch.Generator) -> torch.Tensor | None:
+    """A tensor of an int4 weight in one of the checkpoint formats; None for other tensors."""
+    shape, layer = shapes[name], name.rpartition(".")[0]
+    if name.endswith(".scales") or (name.endswith(".weight_scale") and f"{layer}.weight_packed" in shapes):
+        return torch.full(shape, INT4_SCALE, device=device)
+    if name.endswith(INT4_CODES):
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device, generator=generator)
+    if name.endswith(INT4_ZERO_POINTS):
+        return torch.full(shape, INT4_ZEROS, dtype=torch.int32, device=device)
+    if name.endswith(".g_idx"):
+        columns, groups = shape[0], shapes[f"{layer}.scales"][0]
+        return torch.arange(columns, dtype=torch.int32, device=device) // (columns // groups)
+    return None
 
 
 def _tensors_of(path: Path, bar: ProgressBar) -> Iterator[tuple[str, FileTensor | UnreadableTensor]]:

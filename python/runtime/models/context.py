@@ -58,5 +58,5 @@ class ModelContext:
         target's LM head if a flag, not the checkpoint, asks for its quantisation.
         """
         if self.quant is None and quant is None:
-            return replace(self, scheme=self.scheme.heads)
+            return replace(self, scheme=self.scheme.heads(self.device))
         return replace(self, scheme=quant_scheme(quant), quant=quant)

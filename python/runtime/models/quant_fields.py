@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from runtime.config.quant_config import BLOCK, QuantConfig
+from runtime.config.quant_config import BLOCK, Int4Format, QuantConfig
 from runtime.models.config_fields import ConfigFields
 
 FIELDS = ("quantization_config", "compression_config", "hf_quant_config")
-SUPPORTED = "fp8 (e4m3, one scale for 128 x 128 entries, a row or a tensor), compressed-tensors and modelopt in that format, and mxfp4"
+GROUPS = (32, 64, 128)
+"""Columns with one scale in int4 weights."""
+SUPPORTED = (
+    "fp8 (e4m3, one scale for 128 x 128 entries, a row or a tensor), compressed-tensors and modelopt in that format, mxfp4, "
+    "and int4 with a scale for 32, 64 or 128 columns: awq (version gemm), gptq (without activation order) and "
+    "compressed-tensors (pack-quantized)"
+)
 MODELOPT_ROWS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 """ModelOpt algorithms with one weight scale per tensor or per row."""
 
@@ -31,6 +37,10 @@ def read_quantization(fields: ConfigFields) -> QuantConfig | None:
         return _fp8(quant, name)
     if method == "compressed-tensors":
         return _compressed(quant, name)
+    if method == "awq":
+        return _awq(quant, name)
+    if method == "gptq":
+        return _gptq(quant, name)
     if method == "modelopt":
         return _modelopt(quant.under("quantization"), name)
     raise _refused(quant, f"{name}.quant_method", method)
@@ -61,22 +71,84 @@ def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
     field, group = f"{name}.config_groups.{group_name}", ConfigFields(raw, quant.where)
     weights = group.mapping("weights")
     kind, bits, strategy = (weights.get(key, None) for key in ("type", "num_bits", "strategy"))
-    if (kind, bits) != ("float", 8):
+    if (kind, bits) not in (("float", 8), ("int", 4)):
         raise _refused(quant, f"{field}.weights", f"{kind or 'unnamed numbers'} of {bits or 'unknown'} bits")
-    storage = group.get("format", quant.get("format", "float-quantized"))
-    if storage not in ("float-quantized", "naive-quantized"):
+    storage = group.get("format", quant.get("format", "float-quantized" if kind == "float" else "pack-quantized"))
+    if storage not in (("float-quantized", "naive-quantized") if kind == "float" else ("pack-quantized",)):
         raise _refused(quant, f"{name}.format", storage)
     sparsity = quant.mapping("sparsity_config").get("format", "dense")
     if sparsity != "dense":
         raise _refused(quant, f"{name}.sparsity_config.format", sparsity)
     targets, kept = _names(group, "targets"), _names(quant, "ignore")
     only = () if "Linear" in targets else targets
+    if kind == "int":
+        return QuantConfig("int4", kept=kept, only=only, int4=_packed(quant, group, field))
     if strategy == "block":
         _check_block(quant, name, weights.get("block_structure", None))
         return QuantConfig("fp8", "block", "weight_scale", kept=kept, only=only)
     if strategy not in ("tensor", "channel"):
         raise _refused(quant, f"{field}.weights.strategy", strategy)
     return QuantConfig("fp8", "row", "weight_scale", kept=kept, only=only)
+
+
+def _packed(quant: ConfigFields, group: ConfigFields, field: str) -> Int4Format:
+    """The int4 weights of a group of compressed-tensors layers."""
+    weights = group.mapping("weights")
+    if group.given("input_activations"):
+        raise _refused(quant, f"{field}.input_activations", "quantized too")
+    if weights.get("strategy", None) != "group":
+        raise _refused(quant, f"{field}.weights.strategy", weights.get("strategy", None))
+    if weights.get("actorder", "static") not in ("static", "weight"):
+        raise _refused(quant, f"{field}.weights.actorder", weights.get("actorder", None))
+    columns = _group(quant, weights, f"{field}.weights.group_size")
+    return Int4Format("compressed-tensors", columns, zeros=weights.get("symmetric", True) is False)
+
+
+def _awq(quant: ConfigFields, name: str) -> QuantConfig:
+    """AutoAWQ's format; a layer is kept if its name contains one of those that are not converted."""
+    _check_bits(quant, name)
+    version = quant.get("version", quant.get("format", "gemm"))
+    if str(version).lower() != "gemm":
+        raise _refused(quant, f"{name}.version", version)
+    kept = tuple(f"re:.*{re.escape(entry)}" for entry in _names(quant, "modules_to_not_convert"))
+    return QuantConfig("int4", kept=kept, int4=Int4Format("awq", _group(quant, quant, f"{name}.group_size")))
+
+
+def _gptq(quant: ConfigFields, name: str) -> QuantConfig:
+    """GPTQ's format, of AutoGPTQ, GPTQModel and others."""
+    _check_bits(quant, name)
+    storage = quant.get("checkpoint_format", quant.get("format", "gptq"))
+    if storage not in ("gptq", "gptq_v2"):
+        raise _refused(quant, f"{name}.checkpoint_format", storage)
+    for field in ("is_marlin_format", "lm_head"):
+        if quant.get(field, False):
+            raise _refused(quant, f"{name}.{field}", quant.get(field, False))
+    if quant.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
+        raise _refused(quant, f"{name}.pack_dtype", quant.get("pack_dtype", None))
+    rules = quant.get("dynamic", {})
+    if not isinstance(rules, dict) or not all(pattern.startswith("-:") for pattern in rules):
+        raise _refused(quant, f"{name}.dynamic", "rules that do not exclude layers")
+    kept = (*_checked(quant, f"{name}.dynamic", [f"re:{pattern[2:]}" for pattern in rules]), *_names(quant, "modules_to_not_convert"))
+    within = quant.get("modules_in_block_to_quantize", [])
+    only = [each for names in within for each in (names if isinstance(names, list) else [names])] if isinstance(within, list) else within
+    form = Int4Format(
+        "gptq", _group(quant, quant, f"{name}.group_size"),
+        zero_offset=int(storage == "gptq"), ordered=quant.get("desc_act", False) is True,
+    )  # fmt: skip
+    return QuantConfig("int4", kept=kept, only=_checked(quant, f"{name}.modules_in_block_to_quantize", only), int4=form)
+
+
+def _check_bits(quant: ConfigFields, name: str) -> None:
+    if quant.get("bits", None) != 4:
+        raise _refused(quant, f"{name}.bits", quant.get("bits", None))
+
+
+def _group(quant: ConfigFields, fields: ConfigFields, field: str) -> int:
+    """The columns with one scale: `group_size` of `fields`."""
+    columns = fields.get("group_size", None)
+    if columns not in GROUPS:
+        raise _refused(quant, field, columns)
+    return int(columns)
 
 
 def _modelopt(quant: ConfigFields, name: str) -> QuantConfig | None:
@@ -95,7 +167,11 @@ def _check_block(quant: ConfigFields, name: str, block: Any) -> None:
 
 
 def _names(fields: ConfigFields, name: str) -> tuple[str, ...]:
-    names = fields.get(name, [])
+    return _checked(fields, name, fields.get(name, []))
+
+
+def _checked(fields: ConfigFields, name: str, names: Any) -> tuple[str, ...]:
+    """The entries of field `name`, which must be a list of names of layers."""
     if not isinstance(names, list) or not all(isinstance(entry, str) for entry in names):
         raise fields.error(f"{name} is {names!r}; it must be a list of names of layers")
     for pattern in (entry[3:] for entry in names if entry.startswith("re:")):

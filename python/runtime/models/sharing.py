@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from runtime.config.quant_config import SHARD_UNITS, ShardUnit, scheme_name, with_flag
+from runtime.config.quant_config import scheme_name, shard_unit, with_flag
 from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig
 
@@ -49,16 +49,20 @@ def check_expert_width(config: ModelConfig, flag: str | None, ranks: int) -> Non
         return
     layer = f"{config.weight_prefix}layers.{moe.layers.index(True)}.mlp.experts.0.gate_proj"
     kept = quant is not None and quant.keeps(layer)
-    expert_unit(moe.intermediate_size, ranks, "none" if kept else scheme_name(quant, flag))
+    group = None if quant is None or quant.int4 is None or kept else quant.int4.group
+    expert_unit(moe.intermediate_size, ranks, "none" if kept else scheme_name(quant, flag), group)
 
 
-def expert_unit(inner: int, ranks: int, scheme: str) -> int:
+def expert_unit(inner: int, ranks: int, scheme: str, group: int | None = None) -> int:
     """The columns at whose multiples ranks cut an expert of intermediate size `inner` that is stored in the scheme of this name.
+
+    Args:
+        group: columns with one scale in int4 weights.
 
     Raises:
         ConfigError: there are more ranks than such units.
     """
-    columns, required = SHARD_UNITS.get(scheme, ShardUnit())
+    columns, required = shard_unit(scheme, group)
     unit = math.gcd(inner, columns)
     if inner // unit < ranks and not required:
         unit = 1

@@ -89,7 +89,8 @@ class WeightTable:
 
     def add(self, name: str, slot: WeightSlot) -> None:
         """Let `slot` store tensor `name` of the checkpoint, or the slot's part of it."""
-        self._slots.setdefault(name, []).append(slot)
+        slots = self._optional if slot.optional else self._slots
+        slots.setdefault(name, []).append(slot)
 
     def add_bias(self, part: LinearPart, bias: torch.Tensor | None) -> None:
         """Let `bias` [rows of the layer] store the bias of `part`; None if only another rank reads it."""
@@ -147,14 +148,14 @@ class WeightTable:
 
     def head(self, name: str, vocab: int, hidden: int) -> Linear:
         """The LM head `name` [vocab, hidden]: this rank's rows of it."""
-        scheme = self.scheme_of([name]).heads
+        scheme = self.scheme_of([name]).heads(self.device)
         return self.linear({name: vocab}, hidden, partition=Partition.COLUMN, group=self._head_group, scheme=scheme)
 
     def tied_linear(self, name: str, embed: torch.Tensor) -> Linear:
         """The LM head of a model that ties it to its embedding `name` [vocab, hidden]: this rank's rows of the same
         tensor, or a quantised copy of them.
         """
-        if self.scheme_of([name]).gemm_caps.format == "dense":
+        if self.scheme_of([name]).heads(self.device).gemm_caps.format == "dense":
             return Linear.sharded(embed, self._head_group)
         layer = self.head(name, *embed.shape)
         slot = self._slots[name + ".weight"].pop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.config.quant_config import CPU_ONLY
+from runtime.layers.quantization.dense import DENSE
 from runtime.model_executor.context import WorkerContext
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import read_draft
@@ -35,9 +35,10 @@ def mtp(context: WorkerContext, target: DecoderModel) -> EagleWorker:
 
 
 def standalone(context: WorkerContext, target: DecoderModel) -> EagleWorker:
-    """The drafter of a small model, quantised like the target's LM head if the target is int8 or int4 and the draft's checkpoint is not."""
+    """The drafter of a small model, stored like the target's LM head if a flag quantises the target and the draft's checkpoint is not."""
     config, own = read_draft(context.speculative, target.config).model, target.context
-    quantization = own.scheme.heads.name if config.quant is None and context.config.model.quantization in CPU_ONLY else None
+    heads = own.scheme.heads(context.device)
+    quantization = None if config.quant is not None or own.quant is not None or heads is DENSE else heads.name
     group = sharing_ranks(context, config, target)
     shared = {"group": group, "head_group": own.group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}
     model = build_model(config, own.ops, context.dtype, context.device, quantization, **shared, fuse_shared=own.fuse_shared)

@@ -21,7 +21,7 @@ def _fp8(quant: QuantConfig | None) -> QuantScheme:
 
 SCHEMES: dict[str, Callable[[QuantConfig | None], QuantScheme]] = {
     "int8": lambda _: Int8(),
-    "int4": lambda _: Int4(),
+    "int4": lambda quant: Int4(None if quant is None else quant.int4),
     "fp8": _fp8,
     "mxfp4": lambda _: Mxfp4(),
 }

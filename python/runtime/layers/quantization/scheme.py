@@ -25,6 +25,7 @@ class WeightSlot:
         broadcast: whether one number may be broadcast to all, and dimensions of 1 may be missing.
         finite: whether all numbers must be finite.
         largest: the largest allowed number; None for any.
+        optional: whether the checkpoint may lack the tensor.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +35,7 @@ class WeightSlot:
     broadcast: bool = False
     finite: bool = False
     largest: int | None = None
+    optional: bool = False
 
     def index_of(self, shape: tuple[int, ...]) -> Index | None:
         """The part to read of a tensor of `shape`; None if the shape is wrong."""
@@ -136,9 +138,8 @@ class QuantScheme(Protocol):
     name: str
     gemm_caps: GemmCaps
 
-    @property
-    def heads(self) -> QuantScheme:
-        """The scheme of the LM head and of draft models; by default this one."""
+    def heads(self, device: torch.device) -> QuantScheme:
+        """The scheme of the LM head and of draft models on `device`; by default this one."""
         return self
 
     def allocate(self, new: NewWeight) -> Storage:

@@ -1,0 +1,118 @@
+"""Writes int4 checkpoints as AutoAWQ, GPTQModel and llm-compressor do, and the float weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from unit.test_quantization import EXPERTS, PROJECTION, fused, one_by_one
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A format of int4 checkpoints.
+
+    Attributes:
+        method: `quant_method`.
+        symmetric: whether all zero points are 8.
+        fields: other fields of `quantization_config`.
+        order: whether GPTQ files have `g_idx`.
+    """
+
+    method: str
+    group: int = 32
+    symmetric: bool = False
+    order: bool = True
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """`quantization_config`."""
+        base: dict[str, Any] = {"quant_method": self.method}
+        if self.method == "awq":
+            base |= {"bits": 4, "group_size": self.group, "zero_point": not self.symmetric, "version": "gemm"}
+        elif self.method == "gptq":
+            base |= {"bits": 4, "group_size": self.group, "sym": self.symmetric, "desc_act": False, "checkpoint_format": "gptq"}
+        else:
+            weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group, "symmetric": self.symmetric}
+            group = {"targets": ["Linear"], "weights": {**weights, "actorder": None}, "input_activations": None}
+            base |= {"format": "pack-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*gate$"]}
+        return base | dict(self.fields)
+
+
+FORMS = {
+    "awq": Form("awq"),
+    "awq-128": Form("awq", 128),
+    "awq-symmetric": Form("awq", 64, symmetric=True),
+    "gptq": Form("gptq", symmetric=True),
+    "gptq-128": Form("gptq", 128, order=False),
+    "gptq-v2": Form("gptq", 64, fields=(("checkpoint_format", "gptq_v2"),)),
+    "gptq-ordered": Form("gptq", fields=(("desc_act", True),)),
+    "compressed": Form("compressed-tensors", symmetric=True),
+    "compressed-128": Form("compressed-tensors", 128),
+}
+
+
+def words(codes: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Pack codes 0 to 15 along an axis, eight in a word: bits 4 * i to 4 * i + 3 hold the code at place `order[i]` of the eight."""
+    lines = np.moveaxis(codes.astype(np.uint32), axis, -1)
+    packed = np.zeros((*lines.shape[:-1], lines.shape[-1] // 8), np.uint32)
+    for i, place in enumerate(order):
+        packed |= lines[..., place::8] << np.uint32(4 * i)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed, -1, axis)).view(np.int32))
+
+
+def packed(weight: torch.Tensor, form: Form) -> tuple[Tensors, torch.Tensor]:
+    """The tensors of a weight [out, in], by the suffix of their names, and the float32 weight that they stand for.
+
+    A minimum, the negative zero point times the scale, is stored in float16 in memory.
+    """
+    out, columns = weight.shape
+    groups = weight.float().unflatten(1, (-1, form.group))
+    dtype = torch.bfloat16 if form.method == "compressed-tensors" else torch.float16
+    if form.symmetric:
+        scale = (groups.abs().amax(2) / 7.5).to(dtype)
+        zero = torch.full_like(scale, 8, dtype=torch.float32)
+    else:
+        least = groups.amin(2).clamp(max=0)
+        scale = ((groups.amax(2).clamp(min=0) - least) / 15).to(dtype)
+        zero = (-least / scale.float()).round().clamp(1, 15)
+    codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
+    minimum = (-zero * scale.float()).half().float()
+    value = (codes * scale.float()[..., None] + minimum[..., None]).flatten(1)
+    numbers, zeros = codes.flatten(1).numpy(), zero.numpy()
+    if form.method == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {"qweight": words(numbers.T, 1, order), "qzeros": words(zeros.T, 1, order), "scales": scale.T.contiguous()}, value
+    if form.method == "gptq":
+        offset = 0 if dict(form.fields).get("checkpoint_format") == "gptq_v2" else 1
+        tensors = {"qweight": words(numbers.T, 0), "qzeros": words(zeros.T - offset, 1), "scales": scale.T.contiguous()}
+        return tensors | ({"g_idx": torch.arange(columns, dtype=torch.int32) // form.group} if form.order else {}), value
+    tensors = {"weight_packed": words(numbers, 1), "weight_scale": scale, "weight_shape": torch.tensor([out, columns])}
+    return tensors | ({} if form.symmetric else {"weight_zero_point": words(zeros, 0)}), value
+
+
+def write_int4(folder: Path, model: PreTrainedModel, form: Form) -> PreTrainedModel:
+    """Save `model` with the projections of its layers in int4. Returns the model that they stand for."""
+    for each in (folder, folder / "exact"):
+        model.save_pretrained(each)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": form.config}))
+    tensors = one_by_one(load_file(folder / "model.safetensors"))
+    wide = dict(tensors)
+    for name in [name for name in tensors if PROJECTION.search(name)]:
+        parts, wide[name] = packed(tensors.pop(name), form)
+        tensors |= {name.removesuffix("weight") + suffix: part.contiguous() for suffix, part in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+    exact = {name: fused(name, wide) if EXPERTS.search(name) else wide[name] for name in load_file(folder / "exact" / "model.safetensors")}
+    save_file(exact, folder / "exact" / "model.safetensors", metadata={"format": "pt"})
+    return type(model).from_pretrained(folder / "exact", dtype=torch.float32)

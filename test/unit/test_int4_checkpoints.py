@@ -1,0 +1,389 @@
+"""AWQ, GPTQ and compressed-tensors checkpoints in int4: what they stand for, how they are shared, and which are refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from runtime.batch import ForwardMode
+from runtime.config.quant_config import Int4Format, QuantConfig, with_flag
+from runtime.errors import ConfigError
+from runtime.layers.linear import Linear, Partition
+from runtime.layers.quantization import int4
+from runtime.layers.quantization.dense import DENSE
+from runtime.layers.quantization.int4 import Int4, quantize
+from runtime.layers.quantization.int4_layouts import CpuLayout, GpuLayout, layout_of, layout_on
+from runtime.layers.quantization.scheme import LinearPart, NewWeight
+from runtime.layers.torch_ops import TorchOps
+from runtime.model_executor.weight_loader import dummy_weights
+from runtime.models.config_fields import ConfigFields
+from runtime.models.context import ModelContext
+from runtime.models.decoder import DecoderModel
+from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
+from runtime.models.quant_fields import read_quantization
+from runtime.models.registry import build_model, load_hf_config
+from runtime.models.weights import WeightTable
+from unit.int4_files import FORMS, Form, Tensors, packed, write_int4
+from unit.test_linear import Rank
+from unit.test_models import DECODE, EXTEND, PIECES, VERIFY, VOCAB, Checkpoint, Runner, loaded
+from unit.tiny import tiny_model
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+SIZES = {
+    "hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+    "initializer_range": 0.05,
+}  # fmt: skip
+"""Multiples of 128, the largest group."""
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scheme_of(form: Form) -> Int4:
+    quant = read_quantization(ConfigFields({"quantization_config": form.config}, "config.json"))
+    assert quant is not None
+    return Int4(quant.int4)
+
+
+def table_of(scheme: Any, rank: Any = None) -> WeightTable:
+    return WeightTable(ModelContext(TorchOps(), torch.float32, CPU, scheme, rank or Rank(0, 1)))
+
+
+def named(tensors: Tensors, prefix: str) -> Tensors:
+    return {f"{prefix}.{suffix}": tensor for suffix, tensor in tensors.items()}
+
+
+def values(layer: Linear) -> torch.Tensor:
+    return layer.scheme.dequantize(layer.storage, torch.float32)
+
+
+def exact_layers(model: DecoderModel, reference: PreTrainedModel) -> None:
+    """Check that the weights of all layers are those of `reference`, bit for bit."""
+    tensors = reference.state_dict()
+    for i, layer in enumerate(model.layers):
+        attention, prefix = layer.attention, f"model.layers.{i}."
+        parts = torch.cat([tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"])
+        assert torch.equal(values(attention.qkv_proj), parts)
+        assert torch.equal(values(attention.o_proj), tensors[prefix + "self_attn.o_proj.weight"])
+    for i, mlp in enumerate(model.sparse_mlps):
+        for name, storage in (("gate_up_proj", mlp.experts.gate_up), ("down_proj", mlp.experts.down)):
+            assert torch.equal(mlp.experts.scheme.dequantize(storage, torch.float32), tensors[f"model.layers.{i}.mlp.experts.{name}"])
+
+
+def assert_close(model: DecoderModel, exact: DecoderModel) -> None:
+    """Only the rounding of activations to bfloat16 separates the two."""
+    ids = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
+    for mlp in (*model.sparse_mlps, *exact.sparse_mlps):
+        mlp.router.weight.zero_()  # else rounding would change the choice of some experts
+    for pieces in ("prefill", "verify", "decode"):
+        found, expected = (Runner(each, 16).in_pieces(ids, PIECES[pieces]) for each in (model, exact))
+        assert (found - expected).norm() / expected.norm() < 0.05, pieces
+
+
+# ---- whole models
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "mixtral", "qwen2-moe"])
+def test_a_checkpoint_is_close_to_the_weights_it_stands_for(tmp_path: Path, family: str, form: str) -> None:
+    reference: Any = Checkpoint(family, tmp_path / "plain", **SIZES).reference
+    reference = write_int4(tmp_path, reference, FORMS[form])
+    model = loaded(tmp_path)
+    assert {gemm.linear.scheme.name for gemm in model.gemms()} == {"none", "int4"}
+    assert {mlp.experts.scheme.name for mlp in model.sparse_mlps} <= {"int4"}
+    assert model.lm_head.scheme is DENSE
+    exact_layers(model, reference)
+    assert_close(model, loaded(tmp_path / "exact"))
+
+
+@pytest.mark.parametrize("form", ["awq-128", "gptq-128", "compressed"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_a_token_has_the_same_bits_in_every_window(tmp_path: Path, family: str, form: str) -> None:
+    checkpoint = Checkpoint(family, tmp_path / "plain", **{**SIZES, "hidden_size": 512, "num_experts": 16})
+    write_int4(tmp_path, checkpoint.reference, FORMS[form])
+    model = loaded(tmp_path)
+
+    def states(width: int, mode: ForwardMode) -> torch.Tensor:
+        """Those of tokens 20 to 39, before the LM head, which is in float32."""
+        runner = Runner(model, 16)
+        runner.hidden(checkpoint.ids[:20], 0, EXTEND)
+        return torch.cat([runner.hidden(checkpoint.ids[at : at + width], at, mode)[0] for at in range(20, 40, width)])
+
+    alone = states(1, DECODE)
+    for width in (2, 4, 10):
+        assert torch.equal(states(width, VERIFY), alone), width
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_dummy_weights_are_finite_and_as_large_as_others(tmp_path: Path, name: str) -> None:
+    Checkpoint("llama", tmp_path, **SIZES)
+    quant = read_quantization(ConfigFields({"quantization_config": FORMS[name].config}, "config.json"))
+    model = build_model(replace(load_hf_config(tmp_path), quant=quant), TorchOps(), torch.float32, CPU)
+    model.load(dummy_weights(model.expected_weights(), torch.float32, CPU))
+    assert torch.isfinite(Runner(model, 16).in_pieces(torch.arange(40), PIECES["prefill"])).all()
+    assert 0.01 < float(values(model.layers[0].attention.o_proj).std()) < 0.03
+
+
+# ---- layers: parts, ranks, layouts
+
+
+@pytest.mark.parametrize("layout", [CpuLayout, GpuLayout])
+@pytest.mark.parametrize("name", FORMS)
+def test_fused_parts_and_slices_are_those_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, name: str, layout: Any) -> None:
+    form, rows = FORMS[name], {"q": 192, "k": 96, "v": 96}
+    monkeypatch.setattr(int4, "layout_on", lambda device, group: layout(group))
+    parts = {part: packed(random(count, 256, seed=count) * 0.1, form) for part, count in rows.items()}
+    tensors = [each for part, (stored, _) in parts.items() for each in named(stored, part).items()]
+    for ranks in (1, 2, 3):
+        for rank in range(ranks):
+            table = table_of(scheme_of(form), Rank(rank, ranks))
+            layer = table.linear(rows, 256, partition=Partition.COLUMN)
+            table.load(reversed(tensors))
+            expected = torch.cat([value.tensor_split(ranks)[rank] for _, value in parts.values()])
+            assert torch.equal(values(layer), expected)
+            assert (layer.in_features, layer.out_features) == (256, len(expected))
+            assert isinstance(layout_of(layer.storage, form.group), layout)
+            picks = torch.randperm(len(expected))[:32]
+            selected = layer.scheme.select_rows(layer.storage, picks)
+            assert torch.equal(layer.scheme.dequantize(selected, torch.float32), expected[picks])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_columns_that_ranks_share_are_those_of_the_checkpoint(name: str) -> None:
+    form = FORMS[name]
+    stored, exact = packed(random(64, 256), form)
+    x, out = random(3, 256, seed=1), torch.zeros(3, 64)
+    for rank in range(2):
+        table = table_of(scheme_of(form), Rank(rank, 2))
+        layer = table.linear({"o": 64}, 256, partition=Partition.ROW)
+        table.load(named(stored, "o").items())
+        own = slice(128 * rank, 128 * rank + 128)
+        assert torch.equal(values(layer), exact[:, own])
+        out += layer(x[:, own])
+    torch.testing.assert_close(out, x @ exact.T, rtol=2e-2, atol=0.2)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_the_layout_for_gpus_is_the_documented_one(group: int) -> None:
+    layout, out, columns = GpuLayout(group), 16, 256
+    storage = layout.allocate(NewWeight(out, columns, torch.bfloat16, CPU))
+    codes = torch.randint(0, 16, (out, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    scale, minimum = random(out, columns // group).half(), random(out, columns // group, seed=1).half()
+    every = slice(0, out)
+    layout.put_numbers(storage, every, scale, minimum)
+    layout.put_codes(storage, every, codes)
+    assert (storage.weight.dtype, storage.weight.shape) == (torch.uint8, (out, columns // 2))
+    assert (storage.scales.dtype, storage.scales.shape, storage.packed) == (torch.float16, (out, columns // group, 2), None)
+    for row, column in ((0, 0), (3, 15), (3, 16), (7, 31), (15, 32), (15, 255)):
+        byte = int(storage.weight[row, column // 32 * 16 + column % 16])
+        assert (byte >> 4 if column % 32 >= 16 else byte & 15) == codes[row, column]
+        assert torch.equal(storage.scales[row, column // group], torch.stack((scale[row, column // group], minimum[row, column // group])))
+        value = codes[row, column].float() * scale[row, column // group].float() + minimum[row, column // group].float()
+        assert layout.dequantize(storage, torch.float32)[row, column] == value
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda")], ids=str)
+def test_weights_quantized_on_load_are_the_same_in_both_layouts(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    scheme, part = Int4(), LinearPart("a", (48, 96), (slice(0, 48), slice(0, 96)), 0)
+    monkeypatch.setattr(int4, "layout_on", lambda _, group: layout_on(device, group))
+    storage = scheme.allocate(NewWeight(48, 96, torch.float32, CPU))
+    scheme.places(part, storage)["a.weight"].put(random(48, 96))
+    codes, scale, minimum = quantize(random(48, 96))
+    groups = codes.unflatten(1, (-1, 32)).float()
+    assert torch.equal(
+        scheme.dequantize(storage, torch.float32), (groups * scale.float()[..., None] + minimum.float()[..., None]).flatten(1)
+    )
+    assert scheme.in_features(storage) == 96
+    assert scheme.heads(device).name == ("int8" if device.type == "cpu" else "none")
+    assert scheme_of(FORMS["awq"]).heads(device) is DENSE
+
+
+def test_a_tied_head_of_int4_weights_on_a_gpu_is_the_embedding() -> None:
+    model = build_model(tiny_model(tie_embeddings=True), TorchOps(), torch.float32, META, "int4")
+    assert model.lm_head.scheme is DENSE
+    assert model.expected_weights().keys() == {name for name in model.expected_weights() if "lm_head" not in name}
+    assert model.layers[0].mlp.gate_up_proj.scheme.name == "int4"
+
+
+@pytest.mark.parametrize("layout", [CpuLayout, GpuLayout])
+@pytest.mark.parametrize(("name", "ranks", "widths"), [
+    ("awq", 4, [160, 160, 160, 128]), ("awq-128", 2, [384, 256]), ("gptq-v2", 3, [256, 192, 192]), ("compressed-128", 2, [384, 256]),
+])  # fmt: skip
+def test_ranks_share_experts_by_whole_groups(
+    monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, widths: list[int], layout: Any
+) -> None:
+    form, inner, hidden, count = FORMS[name], sum(widths), 256, 3
+    monkeypatch.setattr(int4, "layout_on", lambda device, group: layout(group))
+    sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    tensors, exact = Tensors(), dict[str, list[torch.Tensor]]()
+    for part, (rows, columns) in sizes.items():
+        for expert in range(count):
+            stored, value = packed(random(rows, columns, seed=expert), form)
+            tensors |= named(stored, f"e.{expert}.{part}_proj")
+            exact.setdefault(part, []).append(value)
+    start = 0
+    for rank, width in enumerate(widths):
+        table = table_of(scheme_of(form), Rank(rank, ranks))
+        held = stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(count, rank, ranks), hidden, inner)
+        table.load(tensors.items())
+        cut = slice(start, start := start + width)
+        assert held.size == (hidden, width)
+        gate_up, down = (held.scheme.dequantize(each, torch.float32) for each in (held.gate_up, held.down))
+        assert torch.equal(gate_up, torch.cat((torch.stack(exact["gate"])[:, cut], torch.stack(exact["up"])[:, cut]), dim=1))
+        assert torch.equal(down, torch.stack(exact["down"])[:, :, cut])
+
+
+def test_experts_of_other_ranks_are_not_read() -> None:
+    form, tensors = FORMS["gptq"], Tensors()
+    for expert in range(4):
+        for part in ("gate", "up", "down"):
+            stored, _ = packed(random(64, 64, seed=expert), form)
+            tensors |= named(stored, f"e.{expert}.{part}_proj")
+    tensors["e.0.gate_proj.g_idx"] = torch.zeros(64, dtype=torch.int32)  # only the other rank would refuse it
+    table = table_of(scheme_of(form), Rank(1, 2))
+    held = stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(4, 1, 2, ep_size=2), 64, 64)
+    table.load(tensors.items())
+    assert torch.equal(held.scheme.dequantize(held.down, torch.float32)[0], packed(random(64, 64, seed=2), form)[1])
+
+
+# ---- which layers
+
+
+def test_layers_that_are_not_converted_keep_their_weights() -> None:
+    def quant(form: Form, **fields: Any) -> QuantConfig:
+        found = read_quantization(ConfigFields({"quantization_config": form.config | fields}, "config.json"))
+        assert found is not None
+        return found
+
+    within, gate = "model.layers.3.mlp.experts.7.up_proj", "model.layers.3.mlp.gate"
+    awq = quant(FORMS["awq"], modules_to_not_convert=["layers.3.mlp.exp", "visual"])
+    assert awq.keeps(within), "AutoAWQ looks for parts of names"
+    assert not awq.keeps("model.layers.4.mlp.experts.7.up_proj")
+    gptq = quant(FORMS["gptq"], dynamic={r"-:.*layers\.3\.mlp\.exp": {}})
+    assert gptq.keeps(within)
+    assert not gptq.keeps("model.layers.4.mlp.experts.7.up_proj")
+    some = quant(FORMS["gptq"], modules_in_block_to_quantize=[["self_attn.q_proj"], ["mlp.down_proj"]])
+    assert some.keeps(within)
+    assert not some.keeps("model.layers.0.self_attn.q_proj")
+    assert all(each.keeps(name) for each in (awq, gptq, some) for name in (gate, "lm_head"))
+
+
+def test_a_flag_may_name_the_format_of_the_checkpoint() -> None:
+    awq = QuantConfig("int4", int4=Int4Format("awq", 128))
+    for flag in ("awq", "int4", "none", None):
+        assert with_flag(awq, flag) is awq
+    for stored, flag, message in (
+        (awq, "gptq", "--quantization gptq is not possible: the checkpoint's weights are awq already. Leave it out"),
+        (awq, "fp8", "weights are awq already"),
+        (QuantConfig("fp8"), "awq", "weights are fp8 already"),
+        (None, "gptq", "needs a checkpoint in gptq. Use fp8 or int4, which quantize 16-bit weights, or leave it out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            with_flag(stored, flag)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(("form", "fields", "said"), [
+    ("awq", {"bits": 8}, "bits: 8"),
+    ("awq", {"version": "gemv"}, "version: gemv"),
+    ("awq", {"group_size": -1}, "group_size: -1"),
+    ("awq", {"group_size": 16}, "group_size: 16"),
+    ("gptq", {"bits": 3}, "bits: 3"),
+    ("gptq", {"group_size": -1}, "group_size: -1"),
+    ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format: marlin"),
+    ("gptq", {"is_marlin_format": True}, "is_marlin_format: True"),
+    ("gptq", {"lm_head": True}, "lm_head: True"),
+    ("gptq", {"pack_dtype": "int64"}, "pack_dtype: int64"),
+    ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic: rules that do not exclude layers"),
+    ("gptq", {"dynamic": {".*": {"bits": 8}}}, "dynamic: rules that do not exclude layers"),
+    ("gptq", {"quant_method": "bitsandbytes"}, "quant_method: bitsandbytes"),
+])  # fmt: skip
+def test_other_forms_are_refused_by_field(form: str, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\(quantization_config\.{re.escape(said)}\), which is not supported; supported are .* int4"):
+        read_quantization(ConfigFields({"quantization_config": FORMS[form].config | fields}, "config.json"))
+
+
+@pytest.mark.parametrize(("weights", "group", "said"), [
+    ({"strategy": "channel"}, {}, "weights.strategy: channel"),
+    ({"num_bits": 8}, {}, "weights: int of 8 bits"),
+    ({"num_bits": 3}, {}, "weights: int of 3 bits"),
+    ({"group_size": 256}, {}, "weights.group_size: 256"),
+    ({"actorder": "group"}, {}, "weights.actorder: group"),
+    ({"actorder": True}, {}, "weights.actorder: True"),
+    ({}, {"input_activations": {"num_bits": 8}}, "input_activations: quantized too"),
+])  # fmt: skip
+def test_other_compressed_weights_are_refused_by_field(weights: dict[str, Any], group: dict[str, Any], said: str) -> None:
+    config = FORMS["compressed"].config
+    own = config["config_groups"]["group_0"]
+    config["config_groups"]["group_0"] = own | {"weights": own["weights"] | weights} | group
+    with pytest.raises(ConfigError, match=rf"\(quantization_config\.config_groups\.group_0\.{re.escape(said)}\), which is not supported"):
+        read_quantization(ConfigFields({"quantization_config": config}, "config.json"))
+    with pytest.raises(ConfigError, match=r"quantization_config\.format: marlin-24"):
+        read_quantization(ConfigFields({"quantization_config": FORMS["compressed"].config | {"format": "marlin-24"}}, "config.json"))
+
+
+def test_patterns_that_are_no_regular_expressions_are_refused() -> None:
+    for fields in ({"dynamic": {"-:(": {}}}, {"modules_to_not_convert": "lm_head"}, {"modules_in_block_to_quantize": "mlp"}):
+        with pytest.raises(ConfigError, match=r"which is not a regular expression|must be a list of names of layers"):
+            read_quantization(ConfigFields({"quantization_config": FORMS["gptq"].config | fields}, "config.json"))
+
+
+def loading(form: Form, tensors: Tensors, ranks: int = 1, partition: Partition = Partition.COLUMN, **sizes: int) -> None:
+    table = table_of(scheme_of(form), Rank(0, ranks))
+    table.linear({"a": sizes.get("rows", 64)}, sizes.get("columns", 128), partition=partition)
+    table.load(tensors.items())
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-ordered", "compressed"])
+def test_activation_order_is_refused(name: str) -> None:
+    form, suffix = FORMS[name], "weight_g_idx" if name == "compressed" else "g_idx"
+    tensors = named(packed(random(64, 128), form)[0], "a")
+    in_order = torch.arange(128, dtype=torch.int32) // form.group
+    loading(form, tensors | {f"a.{suffix}": in_order})
+    with pytest.raises(ConfigError, match=rf"tensor a\.{suffix} does not list the groups of columns in order: activation order is not"):
+        loading(form, tensors | {f"a.{suffix}": in_order[torch.randperm(128, generator=torch.Generator().manual_seed(1))]})
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
+    awq, compressed = (named(packed(random(64, 128), FORMS[name])[0], "a") for name in ("awq", "compressed"))
+    for form, tensors, said in (
+        ("awq", {name: tensor for name, tensor in awq.items() if "zeros" not in name}, r"lacks a\.qzeros"),
+        ("gptq-ordered", named(packed(random(64, 128), FORMS["gptq-128"])[0], "a"), r"tensor a\.qzeros has shape \[1, 8\]; config"),
+        ("gptq-ordered", named(packed(random(64, 128), replace(FORMS["gptq"], order=False))[0], "a"), r"lacks a\.g_idx"),
+        ("awq", awq | {"a.scales": torch.full_like(awq["a.scales"], torch.inf)}, r"tensor a\.scales holds infinity where numbers must"),
+        ("awq", awq | {"a.scales": torch.full_like(awq["a.scales"], torch.nan)}, r"tensor a\.scales holds NaN"),
+        ("compressed", compressed | {"a.weight_scale": compressed["a.weight_scale"] * 1e6}, r"a\.weight_scale holds numbers beyond 4094"),
+        ("awq", awq | {"a.qweight": awq["a.qweight"].long()}, r"a\.qweight has dtype torch\.int64; the model expects torch\.int32"),
+        ("awq", awq | {"a.qweight": awq["a.qweight"].t()}, r"a\.qweight has shape \[8, 128\]; config\.json asks for \[128, 8\]"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            loading(FORMS[form], tensors)
+
+
+@pytest.mark.parametrize(("form", "ranks", "partition", "sizes", "said"), [
+    ("awq", 1, Partition.COLUMN, {"columns": 96, "rows": 60}, r"a has 60 rows; int4 checkpoints with zero points have multiples of 8"),
+    ("awq", 2, Partition.COLUMN, {"rows": 72}, r"a: rows 0 to 36 of a rank cut a word of 8 int4 codes; use another --tp-size"),
+    ("awq-128", 1, Partition.COLUMN, {"columns": 192}, r"an int4 weight has 192 columns; only multiples of 128 are supported\. Use another checkpoint"),
+    ("awq-128", 2, Partition.ROW, {"columns": 128}, r"an int4 weight has 64 columns; only multiples of 128 are supported\. Use another checkpoint"),
+])  # fmt: skip
+def test_shapes_that_cut_words_or_groups_are_refused(form: str, ranks: int, partition: Any, sizes: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        loading(FORMS[form], {}, ranks, partition, **sizes)
+
+
+def test_columns_that_start_within_a_group_are_refused() -> None:
+    scheme = scheme_of(FORMS["awq-128"])
+    storage = scheme.allocate(NewWeight(64, 128, torch.float32, CPU))
+    with pytest.raises(
+        ConfigError, match=r"e: columns 64 to 192 of a rank cut an int4 group of 128; use another --tp-size, or another checkpoint"
+    ):
+        scheme.places(LinearPart("e", (64, 256), (slice(0, 64), slice(64, 192)), 0), storage)

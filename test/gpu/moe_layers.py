@@ -19,11 +19,16 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A format of weights, with the rows and columns of a scale's block."""
+    """A format of weights, with the rows and columns of a scale's block or group."""
 
     format: WeightFormat
     block: tuple[int, int] = (0, 0)
     bias: bool = False
+
+    def columns(self, least: int) -> int:
+        """The smallest number of columns from `least` on that consists of whole groups."""
+        group = self.block[1] if self.format == "int4" else 1
+        return -(-least // group) * group
 
 
 KINDS = {
@@ -33,6 +38,8 @@ KINDS = {
     "fp8-half-block": Kind("fp8", (64, 32)),
     "fp8-row": Kind("fp8"),
     "mxfp4": Kind("mxfp4", bias=True),
+    "int4": Kind("int4", (1, 128)),
+    "int4-32": Kind("int4", (1, 32), bias=True),
 }
 
 
@@ -46,6 +53,8 @@ def weights(kind: Kind, experts: int, rows: int, columns: int):
         return ExpertWeights(weight, None, bias), weight.float()
     if kind.format == "mxfp4":
         return _mxfp4(experts, rows, columns, bias)
+    if kind.format == "int4":
+        return _int4(experts, rows, columns, kind.block[1], bias)
     weight = (torch.randn((experts, rows, columns), device=DEVICE) * 50).to(torch.float8_e4m3fn)
     if kind.block == (0, 0):
         scale = torch.rand((experts, rows), device=DEVICE) * columns**-0.5 / 50
@@ -66,6 +75,17 @@ def _mxfp4(experts: int, rows: int, columns: int, bias: torch.Tensor | None):
     stored = core_matrices(packed(halves[:, :, :, 0], halves[:, :, :, 1]))
     values = torch.tensor(E2M1, device=DEVICE)[codes.long()] * torch.exp2(scale.float() - 127).repeat_interleave(32, 2)
     return ExpertWeights(stored, scale, bias), values
+
+
+def _int4(experts: int, rows: int, columns: int, group: int, bias: torch.Tensor | None):
+    from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+
+    codes = torch.randint(16, (experts, rows, columns), device=DEVICE, dtype=torch.uint8)
+    halves = codes.view(experts, rows, -1, 2, 16)
+    scale = (torch.rand((experts, rows, columns // group), device=DEVICE) + 0.1) * columns**-0.5 / 4
+    numbers = torch.stack((scale, scale * (torch.rand_like(scale) - 8)), dim=3).half()
+    each, least = numbers.float().repeat_interleave(group, 2).unbind(3)
+    return ExpertWeights((halves[:, :, :, 0] | halves[:, :, :, 1] << 4).flatten(2), numbers, bias), codes.float() * each + least
 
 
 def routed(tokens: int, experts: int, top_k: int, hot: int | None = None, shared: int = 0):

@@ -100,9 +100,9 @@ def test_more_experts_for_a_token_are_left_to_other_kernels() -> None:
 def test_units_of_work_take_all_tokens_of_an_expert(name: str, rows: int) -> None:
     from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments, supports
 
-    for hidden, inner in ((512, 384), (2880, 96)):
+    for hidden, inner in ((512, 384), (KINDS[name].columns(2880), KINDS[name].columns(96))):
         layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner)
-        if name == "fp8-half-block":
+        if name == "fp8-half-block" or layer.down.format == "int4":
             assert not supports(layer.x(rows), layer.gate_up, layer.down, TOP_K)
             continue
         for hot in (None, TOP_K + 1):
@@ -189,7 +189,8 @@ def test_many_rows_match_the_definition(name: str, rows: int) -> None:
 @pytest.mark.parametrize("rows", [100, 1000])
 @pytest.mark.parametrize("name", KINDS)
 def test_long_sums_of_many_rows_are_right_and_the_same_every_time(name: str, rows: int) -> None:
-    layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=2880, inner=2880, experts=8)
+    size = KINDS[name].columns(2880)
+    layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=size, inner=size, experts=8)
     routing, x = routed(rows, 8, 4), layer.x(rows)
     config = H200_EXPERTS.many_rows(KINDS[name].format, rows)
     want, out = layer.want(x, routing), layer.many(x, routing, config)
@@ -232,7 +233,7 @@ def test_sums_are_added_to_the_stream_and_normed(hidden: int) -> None:
                 torch.testing.assert_close(added.normed.float(), normed, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["dense-bias", "mxfp4"])
+@pytest.mark.parametrize("name", ["dense-bias", "mxfp4", "int4-32"])
 def test_shapes_that_no_tile_divides(name: str) -> None:
     layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=288, inner=96, experts=6)
     for rows in (3, 20):
@@ -244,7 +245,7 @@ def test_shapes_that_no_tile_divides(name: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 9])
-@pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4"])
+@pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4", "int4"])
 def test_experts_of_other_ranks_are_left_out(name: str, rows: int) -> None:
     from runtime.layers.moe.router import Routing
 

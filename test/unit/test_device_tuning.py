@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable
+from typing import get_args
 
 import pytest
 
 from runtime.config.device_tuning import H200, log_tuning, tuning_of
-from runtime.config.expert_tuning import H100_EXPERTS, MID_ROUTER_ROWS, ExpertTuning, WeightFormat
+from runtime.config.expert_tuning import H100_EXPERTS, LITTLE_SHARED_EXPERTS, MID_ROUTER_ROWS, ExpertTuning, WeightFormat
 from runtime.config.kernel_configs import ClusterConfig, SplitConfig
 from runtime.config.machine import Gpu
 
@@ -46,6 +47,15 @@ def test_experts_of_an_h100_are_widened_for_fewer_tokens() -> None:
     for kind in ("dense", "fp8"):
         assert experts.few[kind] == H200.experts.few[kind]
         assert experts.widened.get(kind) == H200.experts.widened.get(kind)
+
+
+@pytest.mark.parametrize("kind", get_args(WeightFormat))
+def test_every_weight_format_has_tilings_of_experts(kind: WeightFormat) -> None:
+    for experts in (H200.experts, H100_EXPERTS, LITTLE_SHARED_EXPERTS, H200.experts.without_fp8_rows()):
+        assert [experts.few_rows(kind, rows) is not None for rows in (1, 16, 65)] == [True, True, False]
+        assert all(experts.many_rows(kind, rows).block_k >= 64 for rows in (17, 1 << 20))
+        assert {bound for bound, _ in experts.many[kind]} <= experts.kernel_rows(1 << 30)
+        assert experts.most_streamed[kind] >= 64
 
 
 @pytest.mark.parametrize(("capability", "tiles"), [((8, 0), False), ((8, 9), False), ((12, 0), False), ((9, 0), True), ((10, 0), True)])

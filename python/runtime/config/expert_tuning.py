@@ -104,6 +104,10 @@ H200_EXPERTS = ExpertTuning(
             (8, (StepConfig(32, 256, 1, 4, 4), StepConfig(16, 256, 2, 4, 4))),
             (64, (StepConfig(64, 128, 2, 4, 4), StepConfig(16, 256, 1, 4, 4))),
         ),
+        "int4": (  # those of MXFP4, at most 128 columns at once; not measured
+            (8, (StepConfig(32, 128, 2, 4, 4), StepConfig(16, 128, 4, 4, 4))),
+            (64, (StepConfig(64, 128, 2, 4, 4), StepConfig(16, 128, 2, 4, 4))),
+        ),
     },
     many={
         "dense": (
@@ -122,8 +126,12 @@ H200_EXPERTS = ExpertTuning(
             (256, GroupedConfig(32, 128, 128, 4, 4)),
             (1 << 30, GroupedConfig(128, 128, 64, 8, 3, 4)),
         ),
+        "int4": (  # those of MXFP4, not measured
+            (256, GroupedConfig(32, 128, 128, 4, 4)),
+            (1 << 30, GroupedConfig(128, 128, 64, 8, 3, 4)),
+        ),
     },
-    most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256},
+    most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256, "int4": 256},
     wgmma={"dense": (256, WgmmaExpertsConfig(128, 256, 256, 2)), "fp8": (513, WgmmaExpertsConfig(128, 256, 256, 2))},
     widened={"fp8": (64, 512), "mxfp4": (64, 1 << 30)},
 )

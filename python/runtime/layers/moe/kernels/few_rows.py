@@ -67,7 +67,7 @@ def experts_in_triton(
 def _fit(config: StepConfig, weights: ExpertWeights) -> StepConfig:
     """The tiling, limited so that one scale applies to all columns of a piece."""
     columns = weights.scale_layout[3]
-    if weights.format != "fp8" or config.block_k <= columns:
+    if weights.format not in ("fp8", "int4") or config.block_k <= columns:
         return config
     return StepConfig(config.block_n, columns, config.unroll * config.block_k // columns, config.num_warps, config.stages)
 

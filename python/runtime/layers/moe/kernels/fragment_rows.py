@@ -145,7 +145,7 @@ def _readable(w: ExpertWeights, T: int) -> bool:
     if w.format == "mxfp4":
         scales = w.scale is not None and w.scale.data_ptr() % SCALE_COPY == 0 and w.scale.is_contiguous()
     biases = w.bias is None or w.bias.data_ptr() % 16 == 0
-    return scales and biases and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T) is not None
+    return w.format in STAGE_BYTES and scales and biases and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T) is not None
 
 
 def _cut(w: ExpertWeights, T: int) -> _Cut | None:

@@ -99,7 +99,7 @@ def _grouped(
     (_, N, K), columns = weights.shape, out.shape[1]
     outputs = config.block_n // 2 if gated else config.block_n
     block_k = config.block_k
-    if weights.format == "fp8":
+    if weights.format in ("fp8", "int4"):  # one scale applies to all columns of a step
         block_k = min(block_k, weights.scale_layout[3])
     _grouped_kernel[(aligned.tiles * triton.cdiv(columns, outputs),)](
         x, x_scale, weights.weight, weights.scale, weights.bias, out, routed.weights, aligned.pairs, aligned.experts, aligned.used,

@@ -26,9 +26,9 @@ class Kind:
     bias: bool = False
 
     def columns(self, least: int) -> int:
-        """The smallest number of columns from `least` on that consists of whole groups."""
-        group = self.block[1] if self.format == "int4" else 1
-        return -(-least // group) * group
+        """The smallest number of columns from `least` on that the CUDA kernels for few tokens support."""
+        multiple = 128 if self.format == "int4" else 1
+        return -(-least // multiple) * multiple
 
 
 KINDS = {

@@ -102,7 +102,7 @@ def test_units_of_work_take_all_tokens_of_an_expert(name: str, rows: int) -> Non
 
     for hidden, inner in ((512, 384), (KINDS[name].columns(2880), KINDS[name].columns(96))):
         layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner)
-        if name == "fp8-half-block" or layer.down.format == "int4":
+        if name == "fp8-half-block":
             assert not supports(layer.x(rows), layer.gate_up, layer.down, TOP_K)
             continue
         for hot in (None, TOP_K + 1):
@@ -118,13 +118,14 @@ SUM_SHAPES = {
     "dense": ((2048, 768), (2880, 72), (528, 1536)),
     "fp8": ((2048, 768), (2880, 208), (528, 1536)),
     "mxfp4": ((2048, 768), (2880, 288), (96, 2880), (2880, 704), (2880, 320)),
+    "int4": ((2048, 768), (3072, 384), (128, 2944)),
 }
 """Hidden and inner sizes: whole stages of columns, and rows that end within a stage; one tile per block, and three tiles in two blocks."""
 
 
 @pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8])
-@pytest.mark.parametrize("name", ["dense", "dense-bias", "fp8-block", "fp8-row", "mxfp4"])
+@pytest.mark.parametrize("name", ["dense", "dense-bias", "fp8-block", "fp8-row", "mxfp4", "int4", "int4-32"])
 def test_sums_over_experts_in_one_kernel_match_the_definition(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
     from runtime.layers.moe.kernels import fragment_rows
     from runtime.layers.moe.kernels.down_sums import supports
@@ -155,7 +156,7 @@ def test_columns_are_cut_for_one_wave_of_blocks() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="only a GPU starts kernels early")
 @pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4"])
+@pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4", "int4"])
 def test_sums_over_experts_are_the_same_however_early_they_start(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
     from runtime.layers.moe.kernels import fragment_rows
     from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
@@ -277,7 +278,7 @@ def test_a_shared_expert_is_one_of_each_token(name: str, rows: int) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
 @pytest.mark.parametrize("rows", [1, 2, 4, 6, 8, 9, 16])
-@pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4"])
+@pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4", "int4"])
 def test_units_of_a_shared_expert_that_come_first_change_no_bit(name: str, rows: int) -> None:
     from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
 
@@ -295,7 +296,7 @@ def test_units_of_a_shared_expert_that_come_first_change_no_bit(name: str, rows:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 9])
-@pytest.mark.parametrize("name", ["dense", "dense-bias", "fp8-block", "mxfp4"])
+@pytest.mark.parametrize("name", ["dense", "dense-bias", "fp8-block", "mxfp4", "int4"])
 @pytest.mark.parametrize("config", [FEW_CONFIG, StepConfig(16, 128, 1, 2, 4)], ids=["triton", "fragments"])
 def test_few_rows_add_and_prepare_the_deferred_norm(config: StepConfig, name: str, rows: int) -> None:
     from runtime.layers.gemm.deferred_norm import DeferredNorm

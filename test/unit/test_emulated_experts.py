@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from runtime.layers.moe.router import Router, Routing, RoutingRule
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 BF16 = torch.bfloat16
-EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 128, 160
+EXPERTS, TOP_K, HIDDEN, INNER, INT4_INNER = 6, 2, 128, 160, 384
 SMS = 8
 ROUNDING = 1e-2
 
@@ -47,10 +48,11 @@ class Layer:
     def __init__(self, name: str, hidden: int = HIDDEN) -> None:
         torch.manual_seed(len(name))
         kind = KINDS[name]
+        inner = INT4_INNER if kind.format == "int4" else INNER
         self.act = GatedAct(CLAMPED_SWIGLU if kind.format == "mxfp4" else GELU_TANH if kind.bias else SILU)
         (gate_up, self.wide_gate_up), (down, self.wide_down) = (
-            weights(kind, EXPERTS, 2 * INNER, hidden),
-            weights(kind, EXPERTS, hidden, INNER),
+            weights(kind, EXPERTS, 2 * inner, hidden),
+            weights(kind, EXPERTS, hidden, inner),
         )
         self.gate_up, self.down = copied(gate_up), copied(down)
 
@@ -60,7 +62,11 @@ class Layer:
 
 @pytest.mark.parametrize(
     ("name", "rows", "sums"),  # all pairs; `sums`: in the second GEMM
-    [(name, rows, (i + j) % 2 == 1) for i, name in enumerate(("dense-bias", "fp8-row", "mxfp4")) for j, rows in enumerate((1, 8))],
+    [
+        (name, rows, (i + j) % 2 == 1)
+        for i, name in enumerate(("dense-bias", "fp8-row", "mxfp4", "int4-32", "int4"))
+        for j, rows in enumerate((1, 8))
+    ],
 )
 def test_experts_follow_their_definition(monkeypatch: pytest.MonkeyPatch, name: str, rows: int, sums: bool) -> None:
     monkeypatch.setattr(fragment_rows, "sums_are_faster", lambda *_: sums)
@@ -88,7 +94,7 @@ UNITS = {"many units": 1, "one or two units": SMS, "one unit or none": 23}
     ("name", "rows", "hidden", "units"),
     [
         (name, *size, list(UNITS)[(i + j) % 3])
-        for i, name in enumerate(("dense", "fp8-row", "mxfp4"))
+        for i, name in enumerate(("dense", "fp8-row", "mxfp4", "int4"))
         for j, size in enumerate(((1, HIDDEN), (4, 9 * HIDDEN), (8, HIDDEN)))  # all pairs
     ],
 )
@@ -107,11 +113,22 @@ def test_units_of_a_shared_expert_come_first(monkeypatch: pytest.MonkeyPatch, na
 
 
 def test_units_of_several_tiles_take_all_tokens_of_an_expert() -> None:
-    for name in ("dense", "mxfp4"):
+    for name in ("dense", "mxfp4", "int4"):
         layer, x = Layer(name), guarded(torch.randn((40, HIDDEN)).to(BF16))
         routing, out = routed(40, EXPERTS, TOP_K), torch.full((40, HIDDEN), float("nan"))
         fragment_rows.experts_by_fragments(expert_pass(layer, x, routing, out))
         assert relative(out, layer.want(x, routing)) < ROUNDING, name
+
+
+def test_int4_weights_whose_groups_lanes_cannot_copy_are_left_to_triton() -> None:
+    for columns, taken in ((96, False), (128, True), (160, False), (384, True)):
+        own = copied(weights(KINDS["int4-32"], 2, 32, columns)[0])
+        assert fragment_rows._readable(own, 1) is taken, columns
+        assert own.scale is not None
+        shifted = torch.empty(own.scale.numel() + 2, dtype=torch.float16)[2:].view(own.scale.shape)
+        assert not fragment_rows._readable(replace(own, scale=shifted), 1), "scales in the middle of 16 bytes"
+    wide = torch.zeros((2, 32, 1, 2), dtype=torch.float16)  # groups of 256 columns
+    assert not fragment_rows._readable(ExpertWeights(torch.zeros((2, 32, 128), dtype=torch.uint8), wide), 1)
 
 
 def test_experts_of_other_ranks_are_left_out() -> None:

@@ -14,7 +14,7 @@ from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.gemm.few_rows_output import OutputVariant
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.scale_layout import scale_layout
-from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES, TOKEN_PADDING
+from runtime.layers.kernels.stages import STAGE_COLUMNS, STAGES, TOKEN_PADDING, stage_bytes
 
 FORM: WeightFormat = "fp8"
 ROWS = 16
@@ -87,7 +87,7 @@ def fully_resident_gemm(
 def _warp_bytes(config: FullyResidentConfig, rows: int) -> int:
     """Bytes of shared memory per warp: its stages, and its columns of x."""
     space = next(space for space in SPACES if rows <= space)
-    return config.share * (config.tall * STAGE_BYTES[FORM] + space * 2 * STAGE_COLUMNS[FORM]) + space * TOKEN_PADDING[FORM]
+    return config.share * (config.tall * stage_bytes(FORM) + space * 2 * STAGE_COLUMNS[FORM]) + space * TOKEN_PADDING[FORM]
 
 
 @cache

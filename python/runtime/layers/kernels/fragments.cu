@@ -4,9 +4,11 @@
 // instruction multiplies any 16 columns that its lanes have: weights and tokens have the same order, so the sum over all columns is the same.
 //
 // bfloat16 weights are used unchanged. e4m3 and e2m1 weights are converted to float16, which represents them exactly and is cheaper to convert
-// to; scales are applied to partial sums. Tokens are then converted to float16 too, scaled by a power of two chosen by their largest entry.
+// to; scales are applied to partial sums. int4 weights are computed in float16, from codes, scales and minima. Tokens are then converted to float16
+// too, scaled by a power of two chosen by their largest entry.
 //
-// Constants from the host: FORMAT (0: bfloat16, 1: e4m3 with float32 scales, 2: e2m1 with one scale per 32 columns), EARLY (whether the
+// Constants from the host: FORMAT (0: bfloat16, 1: e4m3 with float32 scales, 2: e2m1 with one scale per 32 columns, 3: int4 with a
+// float16 scale and minimum per group of columns), EARLY (whether the
 // kernel starts before the preceding one has ended), ACT (0: SiLU, 1: clamped SwiGLU, 2: GELU).
 
 constexpr int LANE_COLUMNS = FORMAT == 0 ? 8 : FORMAT == 1 ? 16 : 32;  // in 16 bytes
@@ -79,7 +81,7 @@ __device__ __forceinline__ uint4 widen_int4(u32 bytes, Numbers own) {
 // The scale of an e2m1 group in float32: 2^(s - 127), or 0 for s = 0.
 __device__ __forceinline__ float group_factor(u8 s) { return __uint_as_float((u32)s << 23); }
 
-// Eight columns of a token in the order in which `widen_second_e2m1` returns the weights of a word: 0 2 1 3 4 6 5 7.
+// Eight columns of a token in the order in which `widen_second_e2m1` and `widen_int4` return the weights of a word: 0 2 1 3 4 6 5 7.
 __device__ __forceinline__ uint4 reordered(uint4 v) {
     if (FORMAT < 2) return v;
     return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
@@ -130,7 +132,8 @@ struct Weights {  // of one projection
     const u8* scale;
     const u16* bias;
     int rows, columns;                                       // of one expert
-    int expert_scales, row_scales, scale_rows, scale_columns;  // e4m3 scales of an expert, of a row of blocks; size of a block, powers of two
+    // e4m3 scales of an expert, of a row of blocks; size of a block, powers of two. For int4, minima count as scales and a block is a group of a row.
+    int expert_scales, row_scales, scale_rows, scale_columns;
 };
 
 struct Routing {  // of T tokens to TOP_K experts each
@@ -150,6 +153,7 @@ __device__ __forceinline__ Row row_of(const Weights& w, int expert, int row) {
     const u8* at = w.weight + ((long)expert * w.rows + row) * row_bytes(w.columns);
     if (FORMAT == 3) return {at, w.scale + 2L * ((long)expert * w.expert_scales + (long)row * w.row_scales)};
     if (FORMAT == 1) return {at, w.scale + 4L * ((long)expert * w.expert_scales + (long)(row >> 31 - __clz(w.scale_rows)) * w.row_scales)};
+    if (FORMAT == 3) return {at, w.scale + 2L * ((long)expert * w.expert_scales + (long)row * w.row_scales)};
     return {at, FORMAT == 2 ? w.scale + ((long)expert * w.rows + row) * (w.columns / 32) : nullptr};
 }
 

@@ -154,7 +154,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
                 most = lane < PIECES ? low : high;
             }
             const int base = base_of(most);
-            __syncwarp();  // FORMAT 2 writes where other lanes have read
+            __syncwarp();  // FORMAT 2 and 3 write where other lanes have read
             if (rest != 0) {
                 put_piece(row, lane % PIECES, narrow8(v, base));
                 if (lane % PIECES == 0) factors[warp][(__ffs(rest) - 1) / TOP_K] = widening(base);

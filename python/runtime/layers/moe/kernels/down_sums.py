@@ -12,7 +12,7 @@ from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.gemm.deferred_norm import DeferredNorm, deferred_buffers
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.fragments import FORMATS
-from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES, TOKEN_PADDING
+from runtime.layers.kernels.stages import STAGE_COLUMNS, STAGES, TOKEN_PADDING, stage_bytes
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument
 
@@ -29,7 +29,7 @@ TOKEN_BYTES = {kind: 2 * columns + TOKEN_PADDING[kind] for kind, columns in STAG
 """Bytes per token in a stage."""
 REGISTERS = 1 << 16
 """Registers per SM."""
-GEMM_REGISTERS = {"dense": 256 * 88, "fp8": 256 * 88, "mxfp4": 256 * 120}
+GEMM_REGISTERS = {"dense": 256 * 88, "fp8": 256 * 88, "mxfp4": 256 * 120, "int4": 256 * 112}
 """Registers per block of the preceding GEMM, for up to 8 tokens; for one token in MXFP4 that block fills its SM."""
 LEAST_REGISTERS = 80
 """Registers per thread below which this kernel spills, by the compiler for Hopper, the only architecture that runs it."""
@@ -53,6 +53,7 @@ class _Variant:
     """The compile-time parameters of the kernel."""
 
     format: WeightFormat
+    group: int
     even: bool
     top_k: int
     bias: bool
@@ -70,7 +71,7 @@ def supports(down: ExpertWeights, tokens: int, top_k: int) -> bool:
 
 def is_faster(weights: WeightFormat, tokens: int) -> bool:
     """Whether this kernel is faster than a GEMM over pairs and a sum, as measured: with several tokens, it may convert weights twice."""
-    return weights != "mxfp4" or tokens == 1
+    return weights not in ("mxfp4", "int4") or tokens == 1
 
 
 def down_sums(
@@ -97,7 +98,7 @@ def down_sums(
     (_, hidden, inner), tokens = down.shape, len(out)
     cut = best_cut(hidden, torch.cuda.get_device_properties(out.device).multi_processor_count)
     even, float_out = inner % STAGE_COLUMNS[down.format] == 0, out.dtype is torch.float32
-    variant = _Variant(down.format, even, top_k, down.bias is not None, add, deferred is not None, float_out, pdl, cut)
+    variant = _Variant(down.format, down.group, even, top_k, down.bias is not None, add, deferred is not None, float_out, pdl, cut)
     weights = fragments.weights_argument(down.weight, down.scale, down.bias, (hidden, inner), down.scale_layout)
     arguments = (h, weights, routing, out, *deferred_buffers(deferred), tokens)
     _kernel(variant, shared_bytes(variant, tokens))(hidden // (ROWS * cut.tiles) * cut.blocks, arguments, pdl)
@@ -114,7 +115,7 @@ def best_cut(hidden: int, multiprocessors: int) -> _Cut:
 
 def shared_bytes(variant: _Variant, tokens: int) -> int:
     """Bytes of shared memory per block: the stages of its warps."""
-    stage = STAGE_BYTES[variant.format] + min(tokens, PASS) * TOKEN_BYTES[variant.format]
+    stage = stage_bytes(variant.format, variant.group) + min(tokens, PASS) * TOKEN_BYTES[variant.format]
     return variant.cut.warps * DEPTH * stage
 
 
@@ -135,6 +136,6 @@ def source(variant: _Variant) -> str:
     constants = dict(
         FORMAT=FORMATS[v.format], ACT=0, EARLY=int(v.early), EVEN=int(v.even), TOP_K=v.top_k, WARPS=v.cut.warps, DEPTH=DEPTH,
         TILES=v.cut.tiles, BLOCKS=v.cut.blocks, REGISTERS=registers(v.format, v.cut.warps), ADD=int(v.add), DEFER=int(v.deferred),
-        FLOAT_OUT=int(v.float_out), BIAS=int(v.bias),
+        FLOAT_OUT=int(v.float_out), BIAS=int(v.bias), **({"GROUP": v.group} if v.group else {}),
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("down_sums.cu"), constants, STAGES)

@@ -47,6 +47,11 @@ class ExpertWeights:
         return experts, rows, 2 * columns if self.format == "int4" else columns
 
     @property
+    def group(self) -> int:
+        """Columns of an int4 group; 0 for other formats."""
+        return self.scale_layout[3] if self.format == "int4" else 0
+
+    @property
     def scale_layout(self) -> tuple[int, int, int, int]:
         """Scales of an expert, scales of a row of blocks, rows of a block, columns of a block; minima of int4 count as scales."""
         _, N, K = self.shape

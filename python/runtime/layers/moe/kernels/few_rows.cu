@@ -30,7 +30,7 @@ struct Segment {  // the units of a block that have the same tokens
 __device__ __forceinline__ void plan_units(
     const Routing& routing, int count, int tiles, short* experts_of_pairs, int* hits, Segment* segments, int* range
 ) {
-    constexpr int FEW = 4, MANY = FORMAT == 2 ? 5 : 4, CHANGE = 8 * FORMAT;
+    constexpr int FEW = 4, MANY = FORMAT < 2 ? 4 : 5, CHANGE = 8 * (FORMAT < 2 ? FORMAT : 2);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < EXPERTS; i += THREADS) hits[i] = 0;
     __syncthreads();

@@ -12,7 +12,7 @@ import torch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.fragments import FORMATS, readable, weights_argument
-from runtime.layers.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES, TOKEN_PADDING
+from runtime.layers.kernels.stages import INT4_COLUMNS, STAGE_COLUMNS, STAGES, TOKEN_PADDING, stage_bytes
 from runtime.layers.moe.kernels.down_sums import down_sums
 from runtime.layers.moe.kernels.down_sums import is_faster as sums_are_faster
 from runtime.layers.moe.kernels.down_sums import supports as sums_supported
@@ -65,6 +65,7 @@ class _Gemm:
     rows: int
     columns: int
     format: int
+    group: int
     act: int
     top_k: int
     experts: int
@@ -130,7 +131,8 @@ def _gemm(experts: ExpertPass, routed: RoutingArgument, x: torch.Tensor, out: to
     assert min(E, pairs) + pairs // (TILE_TOKENS * cut.tiles) <= (SEGMENTS - 4) * blocks, f"{E} experts are too many"
     small, even = pairs <= SMALL_PAIRS and TILE_TOKENS * cut.tiles >= T, columns % STAGE_COLUMNS[w.format] == 0
     act_kind, bias, shared, pdl = act.kind if gated else 0, w.bias is not None, gated and small and experts.shared, experts.pdl
-    variant = _Gemm(rows, columns, FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, shared, cut, pdl)
+    padded, kind = -(-E // 32) * 32, FORMATS[w.format]
+    variant = _Gemm(rows, columns, kind, w.group, act_kind, top_k, padded, gated, bias, even, small, shared, cut, pdl)
     kernel = _gemm_kernel(variant, _shared_bytes(w, cut, T))
     hit = E * (1 - (1 - top_k / max(E, top_k)) ** T)  # expected number of experts if tokens choose at random
     split = _split(-(-hit * rows // 16 // blocks), -(-columns // STAGE_COLUMNS[w.format]), cut.warps)
@@ -144,13 +146,18 @@ def _readable(w: ExpertWeights, T: int) -> bool:
     scales = w.format != "fp8" or columns % 128 == 0
     if w.format == "mxfp4":
         scales = w.scale is not None and w.scale.data_ptr() % SCALE_COPY == 0 and w.scale.is_contiguous()
+    if w.format == "int4":
+        aligned = w.scale is not None and w.scale.data_ptr() % 16 == 0 and w.scale.is_contiguous()
+        scales = aligned and w.group <= INT4_COLUMNS and w.shape[2] % INT4_COLUMNS == 0
     biases = w.bias is None or w.bias.data_ptr() % 16 == 0
-    return w.format in STAGE_BYTES and scales and biases and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T) is not None
+    return scales and biases and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T) is not None
 
 
 def _cut(w: ExpertWeights, T: int) -> _Cut | None:
-    """The best configuration whose blocks fit on an SM; None if none does. MXFP4 for one token is faster in one block than in two."""
-    for cut in _MANY if T > TILE_TOKENS else _ONE_TILE if w.format == "mxfp4" and T == 1 else _FEW:
+    """The best configuration whose blocks fit on an SM; None if none does. MXFP4 for one token is faster in one block than in two; int4 is
+    assumed to be too.
+    """
+    for cut in _MANY if T > TILE_TOKENS else _ONE_TILE if w.format in ("mxfp4", "int4") and T == 1 else _FEW:
         fixed = (512 * cut.tiles + 32 * cut.depth) * cut.warps + 4 * w.shape[0] + 2560
         if _shared_bytes(w, cut, T) + fixed <= SHARED_BYTES // cut.blocks:
             return cut
@@ -170,7 +177,8 @@ def _stride(w: ExpertWeights) -> int:
 
 def _shared_bytes(w: ExpertWeights, cut: _Cut, T: int) -> int:
     """Bytes of shared memory per block: rings and tokens."""
-    return cut.warps * cut.depth * STAGE_BYTES[w.format] + (2 * TILE_TOKENS if cut.tiles == 2 else min(T, TILE_TOKENS)) * _stride(w)
+    tokens = 2 * TILE_TOKENS if cut.tiles == 2 else min(T, TILE_TOKENS)
+    return cut.warps * cut.depth * stage_bytes(w.format, w.group) + tokens * _stride(w)
 
 
 @cache
@@ -186,5 +194,6 @@ def gemm_source(variant: _Gemm) -> str:
         FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=v.tokens, EXPERTS=v.experts, GATED=int(v.gated),
         BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), SHARED=int(v.shared), TILES=v.cut.tiles, WARPS=v.cut.warps,
         DEPTH=v.cut.depth, SEGMENTS=SEGMENTS, WEIGHT_ROWS=v.rows, WEIGHT_COLUMNS=v.columns,
+        **({"GROUP": v.group} if v.group else {}),
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("few_rows.cu"), constants, STAGES)

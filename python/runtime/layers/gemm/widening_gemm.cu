@@ -7,16 +7,19 @@
 // One thread issues TMA loads into a ring of stages of 128 columns. Weights depend on nothing, so the ring is filled with them while the
 // previous kernel still runs (programmatic dependent launch), and the first are widened; loads of x wait for that kernel to end.
 //
-// An int4 weight is `(code - zero) * scale` with groups of 128 columns. Zero points are integers, so the difference is exact in bfloat16.
+// An int4 weight is `(code - zero) * scale`. Zero points are integers, so the difference is exact in bfloat16. With groups of 128 columns the scale
+// is applied to sums, as for e4m3; in smaller groups the difference is multiplied by the scale in bfloat16.
 //
 // SPLIT blocks of a cluster split K. Each gets the sums of its own rows of x from all of them, and adds these in order.
 //
-// Defined before this text: INT4 (whether weights are int4), TOKENS (rows of x of a block, a multiple of 8 up to 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the
+// Defined before this text: GROUP (columns of a group of int4 weights; 0 for e4m3), TOKENS (rows of x of a block, a multiple of 8 up to 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the
 // instruction whose operands depend on TOKENS. ROWS = 128, CLUSTER_M = CLUSTER_N = 1, LOADERS (threads) and LOAD_REGISTERS for wgmma_parts.cu.
 // TILE = 32 or with a gate 64 (columns of sums that a warp finishes together), SHARERS = 1, BFLOAT16 = 1, BIAS, WRITE, STORE = 1, ARGMAX = 0,
 // SCALE and DEFER for wgmma_output.cu.
 
 constexpr int DEPTH = 128;                         // columns of a stage
+constexpr bool INT4 = GROUP > 0;
+constexpr int GROUPS_OF_STAGE = INT4 ? DEPTH / GROUP : 1;
 constexpr int W_ROW_BYTES = INT4 ? DEPTH / 2 : DEPTH;
 constexpr int W_BYTES = ROWS * W_ROW_BYTES, X_BOX_BYTES = TOKENS * ROW_BYTES, X_BYTES = DEPTH / COLUMNS * X_BOX_BYTES;
 constexpr int STEPS = COLUMNS / 16;                // instructions for a box of x
@@ -52,24 +55,6 @@ __device__ __forceinline__ void widen_half(u32 (&fragments)[STEPS][4], u32 from,
     }
 }
 
-// The same for int4: `zeros` are those of rows g and g + 8 (`Factor`). A byte holds two columns, which are 16 columns apart.
-__device__ __forceinline__ void widen_half_int4(u32 (&fragments)[STEPS][4], u32 from, int half, u32 pick, u32 low_zero, u32 high_zero) {
-#pragma unroll
-    for (int k = 0; k < STEPS; k += 2) {
-        const u32 at = from ^ (half * STEPS + k) / 2 * 16;
-#pragma unroll
-        for (int eight = 0; eight < 2; eight++) {
-            const u32 low = load_word(at + eight * 8), high = load_word(at + eight * 8 + 8 * W_ROW_BYTES);
-            const u32 four = __byte_perm(low, high, pick);
-#pragma unroll
-            for (int upper = 0; upper < 2; upper++) {
-                fragments[k + upper][2 * eight] = widen_codes(four >> (8 + 4 * upper), low_zero);
-                fragments[k + upper][2 * eight + 1] = widen_codes(four >> 4 * upper, high_zero);
-            }
-        }
-    }
-}
-
 // The scales of the weights (kernels/scale_layout.py).
 struct Scales {
     const float* at;                           // for int4, pairs of float16
@@ -78,16 +63,60 @@ struct Scales {
     __device__ __forceinline__ const float* row(int i) const { return at + (long)(i / scale_rows) * row_scales; }
 };
 
-// What the columns of a block of scales have in common in a row.
-struct Factor {
-    float scale;
-    u32 zero;  // for int4, as in `widen_codes`
+// The scales of a stage in a row; for int4, pairs of scale and zero point.
+struct Factors {
+    u32 words[GROUPS_OF_STAGE];
 
-    __device__ __forceinline__ void load(const float* at) {
-        if constexpr (INT4) scale = group_scale(*(const u32*)at, zero);
-        else scale = *at;
+    // `last`: the last block of the row. The columns of a stage that are past the row's end are multiplied by zeros.
+    __device__ __forceinline__ void load(const float* row, int block, int last) {
+#pragma unroll
+        for (int i = 0; i < GROUPS_OF_STAGE; i++) words[i] = ((const u32*)row)[GROUPS_OF_STAGE > 1 ? min(block + i, last) : block];
+    }
+    // The factor of sums over the stage.
+    __device__ __forceinline__ float of_sums() const {
+        if constexpr (GROUPS_OF_STAGE > 1) return 1.0f;
+        return INT4 ? of_f16(words[0] & 0xFFFF) : __uint_as_float(words[0]);
     }
 };
+
+// Converts int4 codes of one row and one group.
+struct Group {
+    u32 minus_zero, scale;  // of two numbers each
+
+    __device__ __forceinline__ Group(u32 both) {
+        const float own = group_scale(both, minus_zero);
+        scale = to_bf16x2(own, own);
+    }
+    __device__ __forceinline__ u32 widen(u32 codes) const {
+        const u32 difference = widen_codes(codes, minus_zero);
+        if constexpr (GROUPS_OF_STAGE == 1) return difference;
+        u32 out;
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(difference), "r"(scale));
+        return out;
+    }
+};
+
+// `widen_half` for int4. A byte holds two columns, which are 16 columns apart.
+__device__ __forceinline__ void widen_half_int4(
+    u32 (&fragments)[STEPS][4], u32 from, int half, u32 pick, const Factors& low_factors, const Factors& high_factors
+) {
+#pragma unroll
+    for (int k = 0; k < STEPS; k += 2) {  // runs of 32 columns
+        const int run = (half * STEPS + k) / 2, group = run * 32 * GROUPS_OF_STAGE / DEPTH;
+        const Group low_group(low_factors.words[group]), high_group(high_factors.words[group]);
+        const u32 at = from ^ run * 16;
+#pragma unroll
+        for (int eight = 0; eight < 2; eight++) {
+            const u32 low = load_word(at + eight * 8), high = load_word(at + eight * 8 + 8 * W_ROW_BYTES);
+            const u32 four = __byte_perm(low, high, pick);
+#pragma unroll
+            for (int upper = 0; upper < 2; upper++) {
+                fragments[k + upper][2 * eight] = low_group.widen(four >> (8 + 4 * upper));
+                fragments[k + upper][2 * eight + 1] = high_group.widen(four >> 4 * upper);
+            }
+        }
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1)
 widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const Scales scales, void* out,
@@ -159,14 +188,15 @@ widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) sums[i] = part[i] = 0.0f;
     u32 fragments[2][STEPS][4];
-    Factor low_factor = {0.0f, 0}, high_factor = {0.0f, 0};
+    Factors low_factors = {}, high_factors = {};
     const auto widen_weights = [&](int half, u32 from) {
-        if constexpr (INT4) widen_half_int4(fragments[half], from, half, pick, low_factor.zero, high_factor.zero);
+        if constexpr (INT4) widen_half_int4(fragments[half], from, half, pick, low_factors, high_factors);
         else widen_half(fragments[half], from, half, pick);
     };
     const auto begin_stage = [&](int s) {
         const int block = (first + s) * DEPTH >> scales.column_shift;
-        low_factor.load(low_scales + block), high_factor.load(high_scales + block);
+        const int last = (width - 1) >> scales.column_shift;
+        low_factors.load(low_scales, block, last), high_factors.load(high_scales, block, last);
         ring.wait_full();
         widen_weights(0, ring.here() + offset);
     };
@@ -192,7 +222,7 @@ widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
         const int stage = ring.stage;
         const u32 w_here = ring.here() + offset;
         const u64 x_here = descriptor(ring.here() + W_BYTES), x_next = descriptor(ring.here() + W_BYTES + X_BOX_BYTES);
-        const float low = low_factor.scale, high = high_factor.scale;
+        const float low = low_factors.of_sums(), high = high_factors.of_sums();
         barrier_wait(x_barriers + stage * 8, ring.round & 1);
         ring.next();
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -48,7 +48,9 @@ class _Scales(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class WideningVariant:
-    """Compile-time parameters other than the tiling: `tokens` rows of x per block, stages of the ring, and the epilogue."""
+    """Compile-time parameters other than the tiling: `tokens` rows of x per block, stages of the ring, the epilogue, and the columns of a
+    group of int4 weights (0 for e4m3).
+    """
 
     tokens: int
     stages: int
@@ -57,7 +59,7 @@ class WideningVariant:
     pdl: bool
     scale: bool = False
     deferred: bool = False
-    int4: bool = False
+    group: int = 0
 
     @property
     def gated(self) -> bool:
@@ -72,7 +74,7 @@ class WideningVariant:
     @property
     def shared_bytes(self) -> int:
         """Bytes of dynamic shared memory."""
-        return ALIGNMENT + self.stages * _stage_bytes(self.tokens, self.int4)
+        return ALIGNMENT + self.stages * _stage_bytes(self.tokens, self.group > 0)
 
 
 def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> bool:
@@ -85,7 +87,7 @@ def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> 
         and weight.is_contiguous()
         and rows % (8 * (1 + gated)) == 0
         and columns % 16 == 0
-        and (block == DEPTH if int4 else block % DEPTH == 0)
+        and (DEPTH % block == 0 if int4 else block % DEPTH == 0)
         and cuda_driver.on_hopper(weight)
     )
 
@@ -158,7 +160,9 @@ def widening_gemm(
     columns, tokens, (row_scales, scale_rows, scale_columns) = epilogue.columns(N), _tokens(M), scale_layout(N, K, weight_scale)
     int4, write = weight.dtype is torch.uint8, store_of(epilogue, out, x.dtype)
     stages = ring_stages(tokens, K, config.split, int4)
-    variant = WideningVariant(tokens, stages, write, bias is not None, pdl, scale is not None, deferred is not None, int4)
+    variant = WideningVariant(
+        tokens, stages, write, bias is not None, pdl, scale is not None, deferred is not None, scale_columns if int4 else 0
+    )
     packed = 2 if int4 else 1  # columns in a byte, and float16 numbers that the kernel reads as one
     outputs = ROWS // 2 if variant.gated else ROWS
     _kernel(config, variant)(
@@ -185,7 +189,7 @@ def source(config: WideningConfig, variant: WideningVariant) -> str:
     v = variant
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
-        INT4=int(v.int4), TOKENS=v.tokens, SPLIT=config.split, STAGES=v.stages, EARLY=int(v.pdl), ROWS=ROWS, CLUSTER_M=1, CLUSTER_N=1,
+        GROUP=v.group, TOKENS=v.tokens, SPLIT=config.split, STAGES=v.stages, EARLY=int(v.pdl), ROWS=ROWS, CLUSTER_M=1, CLUSTER_N=1,
         LOADERS=v.loaders, LOAD_REGISTERS=LOAD_REGISTERS, TILE=64 if v.gated else 32, SHARERS=1, BFLOAT16=1, BIAS=int(v.bias),
         WRITE=v.write, STORE=1, ARGMAX=0, SCALE=int(v.scale), DEFER=int(v.deferred),
     )  # fmt: skip

@@ -4,12 +4,10 @@
 // instruction multiplies any 16 columns that its lanes have: weights and tokens have the same order, so the sum over all columns is the same.
 //
 // bfloat16 weights are used unchanged. e4m3 and e2m1 weights are converted to float16, which represents them exactly and is cheaper to convert
-// to; scales are applied to partial sums. int4 weights are computed in float16, from codes, scales and minima. Tokens are then converted to float16
-// too, scaled by a power of two chosen by their largest entry.
+// to; scales are applied to partial sums. int4 weights are computed in float16. Tokens are then converted to float16 too, scaled by a power of two chosen by their largest entry.
 //
 // Constants from the host: FORMAT (0: bfloat16, 1: e4m3 with float32 scales, 2: e2m1 with one scale per 32 columns, 3: int4 with a
-// float16 scale and minimum per group of columns), EARLY (whether the
-// kernel starts before the preceding one has ended), ACT (0: SiLU, 1: clamped SwiGLU, 2: GELU).
+// float16 scale and zero point per group of columns), EARLY (whether the kernel starts before the preceding one has ended), ACT (0: SiLU, 1: clamped SwiGLU, 2: GELU).
 
 constexpr int LANE_COLUMNS = FORMAT == 0 ? 8 : FORMAT == 1 ? 16 : 32;  // in 16 bytes
 constexpr int CHUNK = 4 * LANE_COLUMNS;                               // columns of one load of a warp
@@ -69,7 +67,8 @@ __device__ __forceinline__ Numbers numbers_of(u32 both) {  // scale and zero poi
 }
 
 // The weights `(code - zero) * scale` of four bytes as float16, rounded once: the codes in the low four bits of bytes 0 and 2, then of bytes 1 and
-// 3, then those in the high four bits of the same bytes. As the last bits of 1024 a code is 1024 + code, or 1024 + 16 * code. Weights beyond float16's range become infinite.
+// 3, then those in the high four bits of the same bytes. As the last bits of 1024 a code is 1024 + code, or 1024 + 16 * code. Weights beyond
+// float16's range become infinite.
 __device__ __forceinline__ uint4 widen_int4(u32 bytes, Numbers own) {
     const u32 BASE = 0x64006400, ONE = 0x3C003C00, SIXTEENTH = 0x2C002C00;
     const u32 a = fma2(set_bits(BASE, bytes, 0x000F000F), ONE, own.low_zero), b = fma2(set_bits(BASE, bytes >> 8, 0x000F000F), ONE, own.low_zero);
@@ -132,7 +131,8 @@ struct Weights {  // of one projection
     const u8* scale;
     const u16* bias;
     int rows, columns;                                       // of one expert
-    // e4m3 scales of an expert, of a row of blocks; size of a block, powers of two. For int4, minima count as scales and a block is a group of a row.
+    // e4m3 scales of an expert, of a row of blocks; size of a block, powers of two. For int4, zero points count as scales, and a block is a group
+    // of a row.
     int expert_scales, row_scales, scale_rows, scale_columns;
 };
 
@@ -153,7 +153,6 @@ __device__ __forceinline__ Row row_of(const Weights& w, int expert, int row) {
     const u8* at = w.weight + ((long)expert * w.rows + row) * row_bytes(w.columns);
     if (FORMAT == 3) return {at, w.scale + 2L * ((long)expert * w.expert_scales + (long)row * w.row_scales)};
     if (FORMAT == 1) return {at, w.scale + 4L * ((long)expert * w.expert_scales + (long)(row >> 31 - __clz(w.scale_rows)) * w.row_scales)};
-    if (FORMAT == 3) return {at, w.scale + 2L * ((long)expert * w.expert_scales + (long)row * w.row_scales)};
     return {at, FORMAT == 2 ? w.scale + ((long)expert * w.rows + row) * (w.columns / 32) : nullptr};
 }
 

@@ -13,7 +13,7 @@ STAGE_COLUMNS = {kind: 8 * columns for kind, columns in COLUMNS.items()}
 TOKEN_PADDING = {"dense": 64, "fp8": 16, "mxfp4": 64, "int4": 64}
 """Bytes after a token, so that adjacent tokens are in different banks: after a multiple of the 128 bytes of all banks."""
 INT4_COLUMNS = 128
-"""The number of columns of an int4 weight must be a multiple: a lane copies the scales and minima of 128 columns together."""
+"""The number of columns of an int4 weight must be a multiple: a lane copies the scales and zero points of 128 columns together."""
 
 
 def stage_bytes(kind: WeightFormat, group: int = 0) -> int:

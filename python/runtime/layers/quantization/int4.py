@@ -95,7 +95,7 @@ class Int4(QuantScheme):
         return out if bias is None else out.add_(bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
-        """Codes times scales plus minima, computed in float32 and rounded to `dtype`."""
+        """The value, computed in float32 and rounded to `dtype`."""
         return layout_of(storage, self.group).dequantize(storage, dtype)
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
@@ -113,7 +113,7 @@ class Int4(QuantScheme):
             moved = own.to(storage.weight.device)
             for some in row_blocks(len(moved), moved.shape[1], moved.device):
                 rows = _shifted(some, part.start)
-                codes, scale, minimum = quantize(moved[some])
+                codes, scale, minimum = quantize(moved[some], layout.zero_points)
                 layout.put_codes(storage, rows, codes)
                 layout.put_numbers(storage, rows, scale, minimum)
 
@@ -126,15 +126,22 @@ class Int4(QuantScheme):
         return f"--quantization {'int8' if device.type == 'cpu' else 'fp8'}"
 
 
-def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize(rows: torch.Tensor, zero_points: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantise float `rows` [out, in] between the minimum and the maximum of each group of 32.
+
+    Args:
+        zero_points: minima are multiples of the scales, at most zero.
 
     Returns:
         Codes uint8 [out, in], scales and minima float16 [out, in / 32].
     """
     groups = rows.float().contiguous().unflatten(1, (-1, GROUP))  # gpt-oss stores its experts transposed
-    minimum = groups.amin(dim=2, keepdim=True).half()
-    scale = ((groups.amax(dim=2, keepdim=True) - minimum.float()) / LARGEST_CODE).half()
+    minimum, maximum = groups.amin(dim=2, keepdim=True).half(), groups.amax(dim=2, keepdim=True)
+    if zero_points:
+        minimum, maximum = minimum.clamp(max=0), maximum.clamp(min=0)
+    scale = ((maximum - minimum.float()) / LARGEST_CODE).half()
+    if zero_points:
+        minimum = torch.where(scale == 0, 0.0, (minimum.float() / scale.float()).round() * scale.float()).half()
     smallest = torch.finfo(torch.float32).tiny  # all columns of a group may be equal
     codes = (groups - minimum.float()).div_(scale.float().clamp_(min=smallest)).round_().clamp_(0, LARGEST_CODE).to(torch.uint8)
     return codes.flatten(1), scale.squeeze(2), minimum.squeeze(2)

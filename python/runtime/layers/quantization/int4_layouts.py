@@ -24,7 +24,13 @@ NUMBER_BYTES = 4
 
 
 class Int4Layout(Protocol):
-    """How codes, scales and minima lie in a `Storage`. Codes and numbers may be stored in any order, for any rows."""
+    """How codes, scales, and minima or zero points lie in a `Storage`. Codes and numbers may be stored in any order, for any rows.
+
+    Attributes:
+        zero_points: whether it stores integers in place of minima.
+    """
+
+    zero_points: bool
 
     def allocate(self, new: NewWeight) -> Storage:
         """Storage of a weight whose columns are whole groups, uninitialised."""
@@ -39,11 +45,11 @@ class Int4Layout(Protocol):
         ...
 
     def put_numbers(self, storage: Storage, rows: slice, scale: torch.Tensor, minimum: torch.Tensor) -> None:
-        """Store the scales and minima float16 [rows, in / group] of the groups."""
+        """Store the scales and minima float16 [rows, in / group] of the groups. If `zero_points`, minima are multiples of the scales."""
         ...
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
-        """Codes times scales plus minima, [..., out, in], computed in float32 and rounded to `dtype`."""
+        """The weights [..., out, in], computed in float32 and rounded to `dtype`."""
         ...
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
@@ -61,6 +67,7 @@ class CpuLayout(Int4Layout):
     """
 
     group: int
+    zero_points = False
 
     @property
     def group_bytes(self) -> int:
@@ -121,12 +128,14 @@ class CpuLayout(Int4Layout):
 
 @dataclass(frozen=True, slots=True)
 class GpuLayout(Int4Layout):
-    """`weight` is uint8 [out, in / 2] and `scale` float16 [out, in / group, 2], the scales and the minima.
+    """`weight` is uint8 [out, in / 2] and `scale` float16 [out, in / group, 2], the scales and the zero points, which are integers: a weight is
+    `(code - zero point) * scale`, so kernels need not round the difference.
 
     Each 16 bytes of a row hold 32 columns: byte i has the code of column i in its low half and that of column 16 + i in its high half.
     """
 
     group: int
+    zero_points = True
 
     def allocate(self, new: NewWeight) -> Storage:
         """As in `Int4Layout`."""
@@ -144,14 +153,15 @@ class GpuLayout(Int4Layout):
 
     def put_numbers(self, storage: Storage, rows: slice, scale: torch.Tensor, minimum: torch.Tensor) -> None:
         """As in `Int4Layout`."""
-        storage.scales[rows] = torch.stack((scale, minimum), dim=2)
+        zero = torch.where(scale == 0, 0.0, (minimum.float() / -scale.float()).round())
+        storage.scales[rows] = torch.stack((scale, zero.half()), dim=2)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """As in `Int4Layout`."""
         runs = storage.weight.unflatten(-1, (-1, RUN))
         codes = torch.cat((runs & 15, runs >> 4), dim=-1).flatten(-2).unflatten(-1, (-1, self.group))
-        scale, minimum = storage.scales.float()[..., None].unbind(-2)
-        return (codes.float() * scale + minimum).to(dtype).flatten(-2)
+        scale, zero = storage.scales.float()[..., None].unbind(-2)
+        return ((codes.float() - zero) * scale).to(dtype).flatten(-2)
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """As in `Int4Layout`."""

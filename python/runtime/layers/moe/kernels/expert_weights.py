@@ -20,7 +20,7 @@ class ExpertWeights:
             it; or uint8 [E, N, K / 2] of int4: byte i of each 16 has the code of column i of 32 in its low four bits, that of column
             16 + i in the others.
         scale: None; float32 [E, N], one for each row; float32 [E, blocks of rows, blocks of columns]; uint8 [E, N, K / 32] of MXFP4; or
-            float16 [E, N, K / group, 2] of int4: scale and minimum. Sizes of blocks and groups are powers of two, of groups at least 32.
+            float16 [E, N, K / group, 2] of int4: scale and zero point. Sizes of blocks and groups are powers of two, of groups at least 32.
         bias: [E, N], or None.
     """
 
@@ -53,7 +53,7 @@ class ExpertWeights:
 
     @property
     def scale_layout(self) -> tuple[int, int, int, int]:
-        """Scales of an expert, scales of a row of blocks, rows of a block, columns of a block; minima of int4 count as scales."""
+        """Scales of an expert, scales of a row of blocks, rows of a block, columns of a block; zero points of int4 count as scales."""
         _, N, K = self.shape
         if self.scale is None:
             return 0, 0, 1, K

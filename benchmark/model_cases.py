@@ -95,6 +95,9 @@ CASES = {
     "qwen3-30b-a3b-fp8-groups": Case(
         "Qwen3-30B-A3B-FP8, two attention groups", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-eagle3", tp_size=2, groups=2,
     ),
+    "qwen3-30b-a3b-gptq": Case("Qwen3-30B-A3B, int4 (GPTQ)", "qwen3-30b-a3b-gptq", "qwen3-30b-a3b-eagle3"),
+    "llama-3-8b": Case("Llama 3 8B, bf16", "llama-3-8b", "llama-3-8b-eagle", "EAGLE", in_file=False),
+    "llama-3-8b-awq": Case("Llama 3 8B, int4 (AWQ)", "llama-3-8b-awq", "llama-3-8b-eagle", "EAGLE", in_file=False),
     "gpt-oss-20b": Case("gpt-oss-20b, MXFP4", "gpt-oss-20b", "gpt-oss-20b-eagle3", peers="345"),
     "gpt-oss-120b": Case("gpt-oss-120b, MXFP4", "gpt-oss-120b", "gpt-oss-20b-eagle3", in_file=False),
     "glm-4.7-flash": Case("GLM-4.7-Flash, bf16", "glm-4.7-flash", algorithm="MTP", flags=("--context-length", "8192")),
@@ -150,6 +153,8 @@ def _tiny(shape: str) -> dict[str, Any]:
     changes = {name: value for name, value in TINY.items() if name in text}
     if "kv_lora_rank" in text:
         changes["num_key_value_heads"] = changes["num_attention_heads"]
+    if "group_size" in (quant := text.get("quantization_config", {})):
+        changes["quantization_config"] = quant | {"group_size": 32}
     if text.get("n_group") == 1:
         changes["n_group"] = 1
     if text.get("layer_types"):

@@ -19,7 +19,7 @@ import torch
 
 from benchmark.shapes import CONFIGS
 from runtime.layers.torch_ops import TorchOps
-from runtime.model_executor.weight_loader import DUMMY_STD, FP8_SCALES
+from runtime.model_executor.weight_loader import DUMMY_STD, FP8_SCALES, INT4_CODES, INT4_SCALE, INT4_ZERO_POINTS, INT4_ZEROS
 from runtime.model_files.checkpoint_folder import INDEX
 from runtime.model_files.safetensors_writer import file_start
 from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
@@ -53,10 +53,19 @@ FP8 = Stored("F8_E4M3", 1, "fp8")
 FP8_SCALE = Stored("F32", 4, "fp8_scale")
 CODES = Stored("U8", 1, "codes")
 CODE_SCALE = Stored("U8", 1, "code_scale")
+INT4 = Stored("I32", 4, "codes")
+ZERO_POINTS = Stored("I32", 4, "zero_points")
+INT4_GROUP_SCALE = Stored("F16", 2, "int4_scale")
 
 
 def stored_as(name: str, shape: tuple[int, ...], names: Iterable[str]) -> Stored:
     """The stored form of tensor `name`; `names` are all tensors of the checkpoint."""
+    if name.endswith(INT4_CODES):
+        return INT4
+    if name.endswith(INT4_ZERO_POINTS):
+        return ZERO_POINTS
+    if any(name.rpartition(".")[0] + codes in names for codes in INT4_CODES):
+        return INT4_GROUP_SCALE
     if name.endswith("_blocks"):
         return CODES
     if name.endswith("_scales"):
@@ -83,6 +92,8 @@ def pools() -> dict[str, memoryview]:
         "fp8": (normal * FP8_SPREAD).clamp_(-448, 448).to(torch.float8_e4m3fn),
         "fp8_scale": torch.full((POOL_BYTES // 4,), DUMMY_STD / FP8_SPREAD),
         "codes": codes,
+        "zero_points": torch.full((POOL_BYTES // 4,), INT4_ZEROS, dtype=torch.int32),
+        "int4_scale": torch.full((POOL_BYTES // 2,), INT4_SCALE, dtype=torch.float16),
         "code_scale": torch.full((POOL_BYTES,), MXFP4_SCALE, dtype=torch.uint8),
     }
     return {kind: memoryview(tensor.view(torch.uint8).numpy().data).cast("B") for kind, tensor in filled.items()}

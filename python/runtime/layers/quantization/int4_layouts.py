@@ -128,8 +128,9 @@ class CpuLayout(Int4Layout):
 
 @dataclass(frozen=True, slots=True)
 class GpuLayout(Int4Layout):
-    """`weight` is uint8 [out, in / 2] and `scale` float16 [out, in / group, 2], the scales and the zero points, which are integers: a weight is
-    `(code - zero point) * scale`, so kernels need not round the difference.
+    """`weight` is uint8 [out, in / 2] and `scale` float16 [out, in / group, 2], the scales and the zero points.
+
+    A weight is `(code - zero point) * scale`. Zero points are integers, so kernels compute the difference without rounding.
 
     Each 16 bytes of a row hold 32 columns: byte i has the code of column i in its low half and that of column 16 + i in its high half.
     """

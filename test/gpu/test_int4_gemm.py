@@ -48,7 +48,7 @@ def tilings(rows: int, group: int) -> tuple[Kernel, ...]:
     if INTERPRETED:
         return found[:1]
     fragments = H200.int4_fragment_configs(rows) if HOPPER else ()
-    return *found, *fragments, *((WideningConfig(1), WideningConfig(3)) if HOPPER and group == 128 and rows <= 512 else ())
+    return *found, *fragments, *((WideningConfig(1), WideningConfig(3)) if HOPPER and rows <= 512 else ())
 
 
 def error(found: torch.Tensor, want: torch.Tensor) -> float:

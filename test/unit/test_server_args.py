@@ -27,7 +27,7 @@ from runtime.config.flag_parser import build_parser, dump, flags, from_fields, p
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.machine import KERNEL_PACKAGES, Gpu, MachineFacts, probe
 from runtime.config.model_facts import DraftFacts, ModelFacts
-from runtime.config.quant_config import QuantConfig
+from runtime.config.quant_config import Int4Format, QuantConfig
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
@@ -469,6 +469,10 @@ def test_a_head_dimension_without_kernels_falls_back_to_torch(caplog: pytest.Log
 
 def test_float32_checkpoints_become_bfloat16_on_cuda() -> None:
     assert resolve(args(), HOPPER, replace(LLAMA, dtype="float32")).device.dtype == "bfloat16"
+    assert resolve(args(), HOPPER, replace(LLAMA, dtype="float16")).device.dtype == "float16"
+    int4 = QuantConfig("int4", int4=Int4Format("awq", 128))
+    assert resolve(args(), HOPPER, replace(LLAMA, dtype="float16", quant=int4)).device.dtype == "bfloat16"
+    assert resolve(args(dtype="float16"), HOPPER, replace(LLAMA, dtype="float16", quant=int4)).device.dtype == "float16"
 
 
 def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -124,4 +124,6 @@ def _default_dtype(device: DeviceKind, model: ModelFacts) -> tuple[DType, str]:
         return "float32", "exact, and the fastest for one token on most CPUs"
     if model.dtype == "float32":
         return "bfloat16", "half the memory traffic of the checkpoint's float32"
+    if model.dtype == "float16" and model.quant is not None and model.quant.method == "int4":
+        return "bfloat16", "the fast kernels for int4 weights take bfloat16 activations only"
     return model.dtype, "the checkpoint's"

@@ -22,6 +22,8 @@ ENOUGH_BYTES = 3 << 30
 REPLAYS = 5
 FEW_CALLS, MANY_CALLS = 16, 4
 """Calls in one graph, for at most 256 tokens and for more."""
+INT4_GROUP = 128
+"""Columns that share a scale and a minimum, as in most files of AWQ and GPTQ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class ExpertShape:
     @property
     def expert_bytes(self) -> float:
         """Bytes of one expert, with scales and biases."""
-        each = {"dense": 2.0, "fp8": 1 + 4 / 128**2, "mxfp4": 0.5 + 1 / 32}[self.format]
+        each = {"dense": 2.0, "fp8": 1 + 4 / 128**2, "mxfp4": 0.5 + 1 / 32, "int4": 0.5 + 4 / INT4_GROUP}[self.format]
         return self.expert_weights * each + (2 * (self.hidden + 2 * self.inner) if self.bias else 0)
 
 
@@ -54,6 +56,7 @@ SHAPES = (
     ExpertShape("qwen3-30b-a3b-fp8", "fp8", 128, 8, 2048, 768),
     ExpertShape("gpt-oss-20b", "mxfp4", 32, 4, 2880, 2880, "topk_softmax", bias=True),
     ExpertShape("glm-4.7-flash", "dense", 64, 4, 2048, 1536, "sigmoid"),
+    ExpertShape("qwen3-30b-a3b-int4", "int4", 128, 8, 2048, 768),
 )
 
 
@@ -90,6 +93,10 @@ class ExpertLayers:
                 expert.copy_(torch.randn((rows, columns), device=device) * 50)
             scale = torch.rand((E, -(-rows // 128), -(-columns // 128)), device=device) * (columns**-0.5 / 50)
             return ExpertWeights(weight, scale, bias)
+        if self.shape.format == "int4":
+            codes = torch.randint(256, (E, rows, columns // 2), dtype=torch.uint8, device=device)
+            scale = torch.rand((E, rows, columns // INT4_GROUP), device=device) * (columns**-0.5 / 4)
+            return ExpertWeights(codes, torch.stack((scale, -7.5 * scale), dim=3).half(), bias)
         packed = torch.randint(256, (E, rows // 8, columns // 32, 8, 16), dtype=torch.uint8, device=device)
         return ExpertWeights(packed, torch.randint(116, 124, (E, rows, columns // 32), dtype=torch.uint8, device=device), bias)
 

@@ -104,7 +104,8 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, top_k
 def experts_by_fragments(experts: ExpertPass, *, add: bool = False, deferred: DeferredNorm | None = None) -> torch.Tensor:
     """Like `experts_in_triton`, for arguments that the kernels `supports`; `deferred.squares` has hidden / 16 columns.
 
-    The order of sums depends only on the shapes and the routing of all tokens.
+    The order of sums depends only on the shapes and the routing of all tokens. Int4 weights are rounded to float16; those beyond its
+    largest number, 65504, become infinite.
     """
     x, _, down, routing, _, out, first, pdl, shared, _ = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routing.ids.shape[1]

@@ -23,7 +23,7 @@ REPLAYS = 5
 FEW_CALLS, MANY_CALLS = 16, 4
 """Calls in one graph, for at most 256 tokens and for more."""
 INT4_GROUP = 128
-"""Columns that share a scale and a minimum, as in most files of AWQ and GPTQ."""
+"""Columns that share a scale and a zero point, as in most files of AWQ and GPTQ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class ExpertLayers:
         if self.shape.format == "int4":
             codes = torch.randint(256, (E, rows, columns // 2), dtype=torch.uint8, device=device)
             scale = torch.rand((E, rows, columns // INT4_GROUP), device=device) * (columns**-0.5 / 4)
-            return ExpertWeights(codes, torch.stack((scale, -7.5 * scale), dim=3).half(), bias)
+            return ExpertWeights(codes, torch.stack((scale, torch.full_like(scale, 8)), dim=3).half(), bias)
         packed = torch.randint(256, (E, rows // 8, columns // 32, 8, 16), dtype=torch.uint8, device=device)
         return ExpertWeights(packed, torch.randint(116, 124, (E, rows, columns // 32), dtype=torch.uint8, device=device), bias)
 

@@ -83,9 +83,9 @@ def _int4(experts: int, rows: int, columns: int, group: int, bias: torch.Tensor 
     codes = torch.randint(16, (experts, rows, columns), device=DEVICE, dtype=torch.uint8)
     halves = codes.view(experts, rows, -1, 2, 16)
     scale = (torch.rand((experts, rows, columns // group), device=DEVICE) + 0.1) * columns**-0.5 / 4
-    numbers = torch.stack((scale, scale * (torch.rand_like(scale) - 8)), dim=3).half()
-    each, least = numbers.float().repeat_interleave(group, 2).unbind(3)
-    return ExpertWeights((halves[:, :, :, 0] | halves[:, :, :, 1] << 4).flatten(2), numbers, bias), codes.float() * each + least
+    numbers = torch.stack((scale, torch.randint_like(scale, 16)), dim=3).half()
+    each, zero = numbers.float().repeat_interleave(group, 2).unbind(3)
+    return ExpertWeights((halves[:, :, :, 0] | halves[:, :, :, 1] << 4).flatten(2), numbers, bias), (codes - zero) * each
 
 
 def routed(tokens: int, experts: int, top_k: int, hot: int | None = None, shared: int = 0):

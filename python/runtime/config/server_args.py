@@ -70,9 +70,7 @@ class ServerArgs:
     load_format: FormatChoice = _flag(MODEL, "auto")
     """Format of the weights; dummy creates random weights from only the model's config."""
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = _flag(MODEL, "auto")
-    """Type of weights and activations; auto is float32 on a CPU, and on CUDA the checkpoint's type, or bfloat16 in place of float32 and, with
-    int4 weights, of float16.
-    """
+    """Type of weights and activations; auto is float32 on a CPU and the checkpoint's type, or bfloat16, on CUDA."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = _flag(MODEL, "auto")
     """Type of the KV cache: the model's (auto), or fp8_e4m3, which holds twice the tokens (fa3 or torch_native attention)."""
     quantization: Literal[Quantization, FormatFlag, "none"] | None = _flag(MODEL, None)

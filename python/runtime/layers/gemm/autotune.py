@@ -176,7 +176,7 @@ def _int4_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tu
     if _takes_bfloat16(group.gemm, fragments_support):
         found = tuning.int4_fragment_configs(rows)
     if _takes_bfloat16(group.gemm, widening_supports):
-        found += widening_configs(rows, linear.out_features, linear.in_features, num_sms, tuning)
+        found += widening_configs(rows, linear.out_features, linear.in_features, num_sms, tuning, int4=True)
     return found or tuning.int4_configs(rows)
 
 

@@ -22,7 +22,9 @@ ROWS, DEPTH = 128, 128
 """Weight rows per block; columns per stage."""
 TOKENS = (32, 64, 128)
 """Possible numbers of rows of x per block; more rows need several blocks."""
-FEWEST_ROWS, MOST_ROWS = 17, 512
+INT4_TOKENS = (16, *TOKENS)
+"""The same for int4 weights."""
+FEWEST_ROWS, FEWEST_INT4_ROWS, MOST_ROWS = 17, 9, 512
 """Rows of x for which it is timed. For fewer rows, fragment GEMMs need no shared memory; for more rows it is faster to convert weights
 once, or to round rows to e4m3."""
 X_COLUMNS = 64
@@ -31,6 +33,8 @@ SHARED_BYTES, ALIGNMENT = 225 << 10, 1024
 """Maximum dynamic shared memory per block; the ring's alignment, eight swizzled rows."""
 FEWEST_STAGES, MOST_STAGES = 3, 9
 """Minimum and maximum stages: the sums of a block reuse the memory of up to three; more than nine would delay the first rows of x."""
+INT4_STAGES = 4
+"""Stages with int4 weights: two blocks with up to 64 rows fit on an SM, and one converts while the other waits."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 CANDIDATES = 2
 MOST_BLOCKS = 1.25
@@ -92,9 +96,11 @@ def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> 
     )
 
 
-def widening_configs(rows: int, weight_rows: int, columns: int, num_sms: int, tuning: DeviceTuning) -> tuple[WideningConfig, ...]:
-    """The tilings worth timing for `rows` rows of x, by an estimate of their time; none for too few or too many rows."""
-    if not FEWEST_ROWS <= rows <= MOST_ROWS:
+def widening_configs(
+    rows: int, weight_rows: int, columns: int, num_sms: int, tuning: DeviceTuning, int4: bool = False
+) -> tuple[WideningConfig, ...]:
+    """The tilings worth timing for `rows` rows of x, by an estimate of their time with e4m3 weights; none for too few or too many rows."""
+    if not (FEWEST_INT4_ROWS if int4 else FEWEST_ROWS) <= rows <= MOST_ROWS:
         return ()
     stages = -(-columns // DEPTH)
     configs = [WideningConfig(split) for split in SPLITS if split <= stages]
@@ -116,7 +122,9 @@ def _cycles(config: WideningConfig, rows: int, weight_rows: int, stages: int, nu
 
 def ring_stages(tokens: int, columns: int, split: int, int4: bool = False) -> int:
     """Stages of the ring: no more than a block's columns need, because the remaining shared memory lets neighbouring kernels overlap."""
-    fit = (SHARED_BYTES - ALIGNMENT) // _stage_bytes(tokens, int4)
+    if int4:
+        return INT4_STAGES
+    fit = (SHARED_BYTES - ALIGNMENT) // _stage_bytes(tokens, False)
     return min(max(-(-columns // (DEPTH * split)), FEWEST_STAGES), MOST_STAGES, fit)
 
 
@@ -124,9 +132,9 @@ def _stage_bytes(tokens: int, int4: bool) -> int:
     return DEPTH * (ROWS // (2 if int4 else 1) + 2 * tokens)
 
 
-def _tokens(rows: int) -> int:
+def _tokens(rows: int, int4: bool = False) -> int:
     """Rows of x per block, for `rows` in total."""
-    return next((tokens for tokens in TOKENS if rows <= tokens), TOKENS[-1])
+    return next((tokens for tokens in (INT4_TOKENS if int4 else TOKENS) if rows <= tokens), TOKENS[-1])
 
 
 def widening_gemm(
@@ -157,8 +165,8 @@ def widening_gemm(
     epilogue.check_gemm(x, weight, out, config.parts(N))
     assert out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
     bias, scale, deferred = epilogue.bias, epilogue.scale, epilogue.deferred
-    columns, tokens, (row_scales, scale_rows, scale_columns) = epilogue.columns(N), _tokens(M), scale_layout(N, K, weight_scale)
     int4, write = weight.dtype is torch.uint8, store_of(epilogue, out, x.dtype)
+    columns, tokens, (row_scales, scale_rows, scale_columns) = epilogue.columns(N), _tokens(M, int4), scale_layout(N, K, weight_scale)
     stages = ring_stages(tokens, K, config.split, int4)
     variant = WideningVariant(
         tokens, stages, write, bias is not None, pdl, scale is not None, deferred is not None, scale_columns if int4 else 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.config.quant_config import Int4Format, QuantConfig
 from runtime.models.config import LatentConfig, ModelConfig
 from unit.driver import Driver
 from unit.latent import latent_model
@@ -49,11 +50,14 @@ def answers(worker: Any, rows: list[int], **prefill: Any) -> dict[int, Answer]:
     return {row: (text, cached(row)) for row, text in texts.items()}
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "awq", "gptq"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_request_does_not_depend_on_others_or_drafts(tmp_path: Path, name: str, quantization: str) -> None:
-    plain = builder(tmp_path, None, MODELS[name], quantization)()
-    drafting = builder(tmp_path, ("EAGLE3", CHAIN), MODELS[name], quantization)()
+def test_a_request_does_not_depend_on_others_or_drafts(tmp_path: Path, name: str, weights: str) -> None:
+    group = 32 if name == "latent attention" else 64  # which divides the widths of the others
+    stored = QuantConfig("int4", int4=Int4Format("awq" if weights == "awq" else "gptq", group))
+    model, quantization = (MODELS[name], weights) if weights.startswith("int") else (replace(MODELS[name], quant=stored), "int4")
+    plain = builder(tmp_path, None, model, quantization)()
+    drafting = builder(tmp_path, ("EAGLE3", CHAIN), model, quantization)()
     alone = {row: answers(plain, [row])[row] for row in PROMPTS}
     for worker in (plain, drafting):
         for chunk in (1 << 30, 7):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from tiny import tiny_model, tiny_runtime
 
 from runtime.config.host_memory import MIB, HostMemory, host_memory
+from runtime.config.quant_config import Int4Format, QuantConfig
 from runtime.entrypoints.memory_check import PROCESSES, SERVING, check_memory, needed_bytes
 from runtime.errors import ConfigError
 
@@ -87,3 +89,6 @@ def test_weights_count_as_they_are_stored(tmp_path: Path) -> None:
     assert size["float32"] - size["bfloat16"] >= 2_000_000
     assert size["float32"] - size["int8"] == 4_000_000 - (900_000 + 500_000)
     assert size["int4"] - size["int8"] == 900_000 // 4
+    packed, dense = (replace(model, quant=quant) for quant in (QuantConfig("int4", int4=Int4Format("awq", 128)), QuantConfig("fp8")))
+    stored = needed_bytes(tiny_runtime(model_path=str(tmp_path)), dense)
+    assert needed_bytes(tiny_runtime(model_path=str(tmp_path)), packed) - stored == 4_000_000 - 2 * 2 * 100_000, "two forms of int4"

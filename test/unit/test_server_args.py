@@ -988,6 +988,12 @@ def test_the_quantization_of_a_checkpoint_is_the_models() -> None:
     assert resolve(args(quantization="fp8"), HOPPER, LLAMA).model.quantization == "fp8"
     assert resolve(args(), HOPPER, stored).model.quantization == "fp8"
     assert resolve(args(quantization="fp8"), CPU, stored).weights == "fp8"
+    packed = replace(LLAMA, quant=QuantConfig("int4", int4=Int4Format("gptq", 64)))
+    for machine in (CPU, HOPPER):
+        assert resolve(args(quantization="int4"), machine, LLAMA).weights == "int4"
+        assert [resolve(args(quantization=flag), machine, packed).weights for flag in (None, "gptq")] == ["int4"] * 2
+    with pytest.raises(ConfigError, match="--quantization awq is not possible: the checkpoint's weights are gptq already"):
+        resolve(args(quantization="awq"), CPU, packed)
     with pytest.raises(ConfigError, match="--quantization int8 is not possible: the checkpoint's weights are fp8 already"):
         resolve(args(quantization="int8"), CPU, stored)
 

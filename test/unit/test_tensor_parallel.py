@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from runtime.batch import EagerSample
 from runtime.config.device_tuning import H200
+from runtime.config.quant_config import Int4Format, QuantConfig
 from runtime.config.runtime_config import ParallelConfig, RuntimeConfig
 from runtime.distributed.agreement import Agreement
 from runtime.distributed.parallel_group import ALONE, Shard
@@ -305,9 +306,12 @@ def test_prompt_log_probabilities_and_mixed_chunks_work_on_two_ranks(tmp_path: P
         np.testing.assert_allclose(theirs, logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_weights_quantized_on_load_are_shared_too(tmp_path: Path, quantization: str) -> None:
-    build = builder(tmp_path, None, model_config(tie_embeddings=True, vocab_size=96), quantization=quantization)
+@pytest.mark.parametrize(("quantization", "form"), [
+    ("int8", None), ("int4", None), ("int4", Int4Format("awq", 32)), ("int4", Int4Format("compressed-tensors", 32)),
+])  # fmt: skip
+def test_quantized_weights_are_shared_too(tmp_path: Path, quantization: str, form: Int4Format | None) -> None:
+    quant = None if form is None else QuantConfig("int4", int4=form)
+    build = builder(tmp_path, None, model_config(tie_embeddings=True, vocab_size=96, quant=quant), quantization=quantization)
     with ranks(2, build) as worker:
         again, _ = texts(worker)
         assert all(len(text) == LENGTH for text in again.values())

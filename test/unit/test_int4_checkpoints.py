@@ -353,6 +353,18 @@ def test_activation_order_is_refused(name: str) -> None:
         loading(form, tensors | {f"a.{suffix}": in_order[torch.randperm(128, generator=torch.Generator().manual_seed(1))]})
 
 
+def test_a_bias_that_the_model_lacks_must_be_zero() -> None:
+    tensors = named(packed(random(64, 128), FORMS["gptq"])[0], "a")
+    loading(FORMS["gptq"], tensors | {"a.bias": torch.zeros(64)})
+    with pytest.raises(ConfigError, match=r"tensor a\.bias is not zero, but the model has no bias there"):
+        loading(FORMS["gptq"], tensors | {"a.bias": torch.eye(64)[3]})
+    table = table_of(scheme_of(FORMS["gptq"]))
+    layer = table.linear({"a": 64}, 128, bias=True)
+    table.load((tensors | {"a.bias": torch.ones(64)}).items())
+    assert layer.bias is not None
+    assert torch.equal(layer.bias, torch.ones(64))
+
+
 def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     awq, compressed = (named(packed(random(64, 128), FORMS[name])[0], "a") for name in ("awq", "compressed"))
     for form, tensors, said in (

@@ -161,8 +161,8 @@ def build_model(
     """A model with its weights allocated but not yet loaded.
 
     Args:
-        quantization: None for the checkpoint's own; "int8" or "int4" for weight-only linears in 8 or 4 bits with an
-            int8 LM head (CPU); "fp8" to quantise the linears of blocks as they are loaded.
+        quantization: None for the checkpoint's own; "fp8", "int4" or, on a CPU, "int8" to quantise the linears of blocks as they are
+            loaded; on a CPU the last two also store the LM head in int8.
         group: the ranks that share the model; None for this process alone.
         ep_size: groups of these ranks that the experts of a sparse model are placed on.
         kv_dtype: dtype of a KV cache with scales; None for one in `dtype`.

@@ -19,6 +19,8 @@ from runtime.models.parallel_store import store_in_threads
 
 UNUSED_SCALES = (".input_scale", ".output_scale", "activation_scale", ".k_scale", ".v_scale", ".kv_scale")
 """Suffixes of activation and KV scales in quantised checkpoints. They are not read here: activations stay in 16 bits."""
+REPEATED = (".weight_shape",)
+"""Suffixes of tensors of compressed-tensors checkpoints with the shapes that config.json tells."""
 SHOWN = 8
 """How many names an error lists; it only counts the others."""
 SMALL_MODEL = 16 << 20
@@ -175,7 +177,7 @@ class WeightTable:
                 quantised as they are loaded, hold infinity.
         """
         missing, unexpected = set(self._slots), []
-        skip += UNUSED_SCALES
+        skip += UNUSED_SCALES + REPEATED
 
         def parts() -> Iterator[Part]:
             for name, tensor in self._single(weights):

@@ -141,7 +141,7 @@ def stored_slots(part: LinearPart, form: Int4Format, to: Destination) -> Mapping
             forms.codes.shape(out, width), forms.codes.index(rows, columns), put_codes, torch.int32
         ),
         scales_name: WeightSlot((out, width // form.group)[::swap], (rows, groups)[::swap], put_scales, finite=True),
-        **_order_slots(part, form, forms.order),
+        **_checked_slots(part, form, forms.order),
     }
     if form.zeros:
         slots[f"{part.prefix}.{forms.zeros.name}"] = WeightSlot(
@@ -153,9 +153,9 @@ def stored_slots(part: LinearPart, form: Int4Format, to: Destination) -> Mapping
     return slots
 
 
-def _order_slots(part: LinearPart, form: Int4Format, suffix: str) -> Mapping[str, WeightSlot]:
-    """Slots of tensors that are only checked: the group of each column, and the shape of the weight, which other tensors have too."""
-    columns, name = part.index[1], f"{part.prefix}.{suffix}"
+def _checked_slots(part: LinearPart, form: Int4Format, suffix: str) -> Mapping[str, WeightSlot]:
+    """Slots of tensors that are only checked: the group of each column, and biases of zeros, which GPTQ tools add to all layers."""
+    (rows, columns), name, bias = part.index, f"{part.prefix}.{suffix}", f"{part.prefix}.bias"
 
     def check(groups: torch.Tensor) -> None:
         if not torch.equal(groups, torch.arange(columns.start, columns.stop, dtype=groups.dtype, device=groups.device) // form.group):
@@ -164,9 +164,13 @@ def _order_slots(part: LinearPart, form: Int4Format, suffix: str) -> Mapping[str
                 "Use a checkpoint that was quantized with desc_act false."
             )
 
+    def check_bias(values: torch.Tensor) -> None:
+        if bool(values.any()):
+            raise ConfigError(f"tensor {bias} is not zero, but the model has no bias there")
+
     slots = {name: WeightSlot(part.shape[1:], (columns,), check, torch.int32, optional=not form.ordered)}
-    if form.name == "compressed-tensors":
-        slots[f"{part.prefix}.weight_shape"] = WeightSlot((2,), (slice(0, 2),), lambda _: None, torch.int64, optional=True)
+    if form.name == "gptq":
+        slots[bias] = WeightSlot(part.shape[:1], (rows,), check_bias, optional=True)
     return slots
 
 

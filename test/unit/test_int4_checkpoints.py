@@ -295,6 +295,7 @@ def test_a_flag_may_name_the_format_of_the_checkpoint() -> None:
 @pytest.mark.parametrize(("form", "fields", "said"), [
     ("awq", {"bits": 8}, "bits: 8"),
     ("awq", {"version": "gemv"}, "version: gemv"),
+    ("awq", {"checkpoint_format": "gemv_fast"}, "checkpoint_format: gemv_fast"),
     ("awq", {"group_size": -1}, "group_size: -1"),
     ("awq", {"group_size": 16}, "group_size: 16"),
     ("gptq", {"bits": 3}, "bits: 3"),

@@ -107,9 +107,10 @@ def _packed(quant: ConfigFields, group: ConfigFields, field: str) -> Int4Format:
 def _awq(quant: ConfigFields, name: str) -> QuantConfig:
     """AutoAWQ's format; a layer is kept if its name contains one of those that are not converted."""
     _check_bits(quant, name)
-    version = quant.get("version", quant.get("format", "gemm"))
+    field = quant.named("checkpoint_format", "format", "version")
+    version = quant.get(field, "gemm")
     if str(version).lower() != "gemm":
-        raise _refused(quant, f"{name}.version", version)
+        raise _refused(quant, f"{name}.{field}", version)
     kept = tuple(f"re:.*{re.escape(entry)}" for entry in _names(quant, "modules_to_not_convert"))
     return QuantConfig("int4", kept=kept, int4=Int4Format("awq", _group(quant, quant, f"{name}.group_size")))
 

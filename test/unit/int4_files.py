@@ -71,10 +71,10 @@ def words(codes: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed, -1, axis)).view(np.int32))
 
 
-def packed(weight: torch.Tensor, form: Form) -> tuple[Tensors, torch.Tensor]:
+def packed(weight: torch.Tensor, form: Form, zero_points: bool = False) -> tuple[Tensors, torch.Tensor]:
     """The tensors of a weight [out, in], by the suffix of their names, and the float32 weight that they stand for.
 
-    A minimum, the negative zero point times the scale, is stored in float16 in memory.
+    `zero_points`: they are kept, as on a GPU. On a CPU a minimum, the negative zero point times the scale, is stored in float16 instead.
     """
     out, columns = weight.shape
     groups = weight.float().unflatten(1, (-1, form.group))
@@ -87,8 +87,9 @@ def packed(weight: torch.Tensor, form: Form) -> tuple[Tensors, torch.Tensor]:
         scale = ((groups.amax(2).clamp(min=0) - least) / 15).to(dtype)
         zero = (-least / scale.float()).round().clamp(1, 15)
     codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
+    wide = scale.float()[..., None]
     minimum = (-zero * scale.float()).half().float()
-    value = (codes * scale.float()[..., None] + minimum[..., None]).flatten(1)
+    value = ((codes - zero[..., None]) * wide if zero_points else codes * wide + minimum[..., None]).flatten(1)
     numbers, zeros = codes.flatten(1).numpy(), zero.numpy()
     if form.method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)

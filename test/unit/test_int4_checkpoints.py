@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -168,6 +169,18 @@ def test_columns_that_ranks_share_are_those_of_the_checkpoint(name: str) -> None
         assert torch.equal(values(layer), exact[:, own])
         out += layer(x[:, own])
     torch.testing.assert_close(out, x @ exact.T, rtol=2e-2, atol=0.2)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("qweight", "qzeros", "scales"))), ids="-".join)
+def test_tensors_come_in_any_order_through_one_buffer(order: tuple[str, ...]) -> None:
+    scheme, (tensors, exact) = scheme_of(FORMS["awq"]), packed(random(64, 128), FORMS["awq"])
+    storage = scheme.allocate(NewWeight(64, 128, torch.float32, CPU))
+    slots = scheme.places(LinearPart("a", (64, 128), (slice(0, 64), slice(0, 128)), 0), storage)
+    for name in order:
+        buffer = tensors[name].clone()
+        slots[f"a.{name}"].put(buffer)
+        buffer.zero_()
+    assert torch.equal(scheme.dequantize(storage, torch.float32), exact)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

@@ -93,7 +93,7 @@ def pools() -> dict[str, memoryview]:
         "fp8_scale": torch.full((POOL_BYTES // 4,), DUMMY_STD / FP8_SPREAD),
         "codes": codes,
         "zero_points": torch.full((POOL_BYTES // 4,), INT4_ZEROS, dtype=torch.int32),
-        "int4_scale": torch.full((POOL_BYTES // 2,), INT4_SCALE, dtype=torch.float16),
+        "int4_scale": (INT4_SCALE * (2.0 * torch.randint(2, (POOL_BYTES // 2,), generator=generator) - 1.0)).to(torch.float16),
         "code_scale": torch.full((POOL_BYTES,), MXFP4_SCALE, dtype=torch.uint8),
     }
     return {kind: memoryview(tensor.view(torch.uint8).numpy().data).cast("B") for kind, tensor in filled.items()}

@@ -134,7 +134,9 @@ def test_sums_over_experts_in_one_kernel_match_the_definition(monkeypatch: pytes
     monkeypatch.setattr(fragment_rows, "sums_are_faster", lambda *_: True)
     for hidden, inner in SUM_SHAPES[KINDS[name].format]:
         layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner)
-        assert supports(layer.down, rows, TOP_K)
+        assert supports(layer.down, rows, TOP_K) == (name != "int4-32" or rows < 4)  # whose stages have 512 bytes of scales
+        if not supports(layer.down, rows, TOP_K):
+            continue
         for hot in (None, TOP_K + 1):
             routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
             want = layer.want(x, routing)

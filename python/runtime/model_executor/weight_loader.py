@@ -21,7 +21,9 @@ MXFP4_SCALE = 127 - 7
 INT4_CODES = (".qweight", ".weight_packed")
 INT4_ZERO_POINTS = (".qzeros", ".weight_zero_point")
 INT4_SCALE = DUMMY_STD / 4.6
-"""The scale with which random codes from 0 to 15, whose std is 4.6, have `DUMMY_STD`."""
+"""The size of a scale with which random codes from 0 to 15, whose std is 4.6, have `DUMMY_STD`. Signs are random, because the mean of codes
+minus zero points is not zero: with equal signs it would soon dominate the hidden states.
+"""
 INT4_ZEROS = 0x77777777
 """Eight zero points near the mean of the codes."""
 DTYPES = {
@@ -84,7 +86,7 @@ def _dummy_int4(name: str, shapes: Mapping[str, tuple[int, ...]], device: torch.
     """A tensor of an int4 weight in one of the checkpoint formats; None for other tensors."""
     shape, layer = shapes[name], name.rpartition(".")[0]
     if name.endswith(".scales") or (name.endswith(".weight_scale") and f"{layer}.weight_packed" in shapes):
-        return torch.full(shape, INT4_SCALE, device=device)
+        return INT4_SCALE * (2.0 * torch.randint(2, shape, device=device, generator=generator) - 1.0)
     if name.endswith(INT4_CODES):
         return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device, generator=generator)
     if name.endswith(INT4_ZERO_POINTS):

@@ -27,6 +27,8 @@ PASS = 4
 """Tokens of an expert that are multiplied together."""
 TOKEN_BYTES = {kind: 2 * columns + TOKEN_PADDING[kind] for kind, columns in STAGE_COLUMNS.items()}
 """Bytes per token in a stage."""
+SHARED_BYTES = 226 << 10
+"""Maximum dynamic shared memory per block."""
 REGISTERS = 1 << 16
 """Registers per SM."""
 GEMM_REGISTERS = {"dense": 256 * 88, "fp8": 256 * 88, "mxfp4": 256 * 120, "int4": 256 * 112}
@@ -66,7 +68,8 @@ class _Variant:
 
 def supports(down: ExpertWeights, tokens: int, top_k: int) -> bool:
     """Whether the kernel supports this many tokens and these weights, which `experts_by_fragments` supports on their device."""
-    return down.shape[1] % ROWS == 0 and tokens <= MOST_TOKENS and tokens * top_k <= MOST_PAIRS
+    fits = ring_bytes(CUTS[0].warps, down.format, down.group, tokens) <= SHARED_BYTES  # not with many scales per stage and many tokens
+    return down.shape[1] % ROWS == 0 and tokens <= MOST_TOKENS and tokens * top_k <= MOST_PAIRS and fits
 
 
 def is_faster(weights: WeightFormat, tokens: int) -> bool:
@@ -101,7 +104,7 @@ def down_sums(
     variant = _Variant(down.format, down.group, even, top_k, down.bias is not None, add, deferred is not None, float_out, pdl, cut)
     weights = fragments.weights_argument(down.weight, down.scale, down.bias, (hidden, inner), down.scale_layout)
     arguments = (h, weights, routing, out, *deferred_buffers(deferred), tokens)
-    _kernel(variant, shared_bytes(variant, tokens))(hidden // (ROWS * cut.tiles) * cut.blocks, arguments, pdl)
+    _kernel(variant, ring_bytes(cut.warps, down.format, down.group, tokens))(hidden // (ROWS * cut.tiles) * cut.blocks, arguments, pdl)
 
 
 def best_cut(hidden: int, multiprocessors: int) -> _Cut:
@@ -113,10 +116,9 @@ def best_cut(hidden: int, multiprocessors: int) -> _Cut:
     return min((cut for cut in CUTS if hidden % (ROWS * cut.tiles) == 0), key=most_tiles)
 
 
-def shared_bytes(variant: _Variant, tokens: int) -> int:
-    """Bytes of shared memory per block: the stages of its warps."""
-    stage = stage_bytes(variant.format, variant.group) + min(tokens, PASS) * TOKEN_BYTES[variant.format]
-    return variant.cut.warps * DEPTH * stage
+def ring_bytes(warps: int, weights: WeightFormat, group: int, tokens: int) -> int:
+    """Bytes of shared memory per block: the stages of its warps. `group`: columns of an int4 group."""
+    return warps * DEPTH * (stage_bytes(weights, group) + min(tokens, PASS) * TOKEN_BYTES[weights])
 
 
 @cache

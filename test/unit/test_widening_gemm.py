@@ -16,6 +16,8 @@ from runtime.layers.gemm.wgmma_gemm import Store
 from runtime.layers.gemm.widening_gemm import (
     ALIGNMENT,
     DEPTH,
+    FEWEST_INT4_ROWS,
+    INT4_TOKENS,
     MOST_ROWS,
     ROWS,
     SHARED_BYTES,
@@ -110,6 +112,28 @@ def test_lanes_of_experts_hold_even_columns_before_odd_ones() -> None:
     assert torch.equal(found, codes.to(torch.uint8).view(E4M3).float()[:, order])
 
 
+def test_int4_fragments_hold_each_code_once_at_its_row_and_column() -> None:
+    codes = torch.randint(16, (64, DEPTH), generator=torch.Generator().manual_seed(0))
+    halves = codes.view(64, DEPTH // 32, 2, 16)
+    stored = halves[:, :, 0] | halves[:, :, 1] << 4  # 16 bytes of 32 columns
+    rows, pieces = torch.meshgrid(torch.arange(64), torch.arange(4), indexing="ij")
+    shared = torch.empty_like(stored)
+    shared[rows, pieces ^ rows // 2 % 4] = stored  # boxes with rows of 64 bytes are swizzled
+    memory, found = shared.flatten(), torch.full((64, DEPTH), -1)
+    for warp, lane, run, eight in itertools.product(range(4), range(32), range(DEPTH // 32), range(2)):
+        g, t = lane // 4, lane % 4
+        row, pick = 16 * warp + g, PICK_ODD if t % 2 else PICK_EVEN
+        at = (row * DEPTH // 2 + g // 2 * 16 + t // 2 * 4 ^ run * 16) + eight * 8
+        words = torch.cat((memory[at : at + 4], memory[at + 8 * DEPTH // 2 :][:4]))
+        four = sum(int(words[byte]) << 8 * i for i, byte in enumerate(pick))
+        for upper in range(2):
+            column = 32 * run + 16 * upper + 8 * eight + 2 * t
+            for own, shift in ((row, 8 + 4 * upper), (row + 8, 4 * upper)):
+                assert (found[own, column : column + 2] == -1).all()
+                found[own, column : column + 2] = torch.tensor([four >> shift & 15, four >> 16 + shift & 15])
+    assert torch.equal(found, codes)
+
+
 @pytest.mark.parametrize(("weight_rows", "columns"), [(5120, 2048), (2048, 4096), (28672, 4096), (4096, 14336), (8, 16)])
 def test_tilings_are_offered_for_more_rows_than_fragments_take(weight_rows: int, columns: int) -> None:
     for rows in (1, 16, MOST_ROWS + 1, 2048):
@@ -118,6 +142,8 @@ def test_tilings_are_offered_for_more_rows_than_fragments_take(weight_rows: int,
         found = widening_configs(rows, weight_rows, columns, H200_SMS, H200)
         assert len(set(found)) == len(found) >= 1
         assert all(config.split in SPLITS and config.split <= -(-columns // DEPTH) for config in found)
+    assert widening_configs(FEWEST_INT4_ROWS - 1, weight_rows, columns, H200_SMS, H200, int4=True) == ()
+    assert widening_configs(FEWEST_INT4_ROWS, weight_rows, columns, H200_SMS, H200, int4=True)
 
 
 def test_clusters_keep_multiprocessors_busy() -> None:
@@ -139,6 +165,18 @@ def test_programs_fit_shared_memory(write: Store, tokens: int) -> None:
         text = source(WideningConfig(split), variant)
         assert f"#define SPLIT {split}\n" in text
         assert f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16" in text
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("tokens", INT4_TOKENS)
+def test_two_programs_with_int4_weights_fit_shared_memory(tokens: int, group: int) -> None:
+    for split in SPLITS:
+        variant = WideningVariant(tokens, ring_stages(tokens, 4096, split, int4=True), "FLOAT", bias=True, pdl=True, group=group)
+        assert variant.shared_bytes * (2 if tokens <= 64 else 1) <= SHARED_BYTES
+        own = -(-tokens // 8 // split) * 8
+        exchanged = split * own * ROWS * 4 if split > 1 else 0
+        assert exchanged + (own + 8) * (ROWS + 4) * 4 <= variant.shared_bytes - ALIGNMENT, "sums take the place of the ring"
+        assert f"#define GROUP {group}\n" in source(WideningConfig(split), variant)
 
 
 @pytest.mark.parametrize(

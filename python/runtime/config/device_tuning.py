@@ -139,8 +139,8 @@ class DeviceTuning:
         return next(configs for max_rows, configs in self.scaled_candidates if rows <= max_rows)
 
     def int4_configs(self, rows: int) -> Candidates:
-        """The candidates for int4 weights and `rows` rows of input; the last ones for any larger number."""
-        return next((configs for max_rows, configs in self.int4_candidates if rows <= max_rows), self.int4_candidates[-1][1])
+        """The candidates for int4 weights and `rows` rows of input, 1..128."""
+        return next(configs for max_rows, configs in self.int4_candidates if rows <= max_rows)
 
     def candidate_configs(self, rows: int) -> Candidates:
         """The candidates for a draft's LM head in e4m3 and `rows` rows of e4m3 input, 1..128."""
@@ -260,7 +260,7 @@ H200 = DeviceTuning(
     int4_candidates=(
         (16, (TritonConfig(64, 128, 4, 3, swap=True, prefetch=0), TritonConfig(32, 128, 4, 3, swap=True, prefetch=0))),
         (64, (TritonConfig(128, 128, 8, 3, swap=True, prefetch=0), TritonConfig(64, 128, 4, 3, swap=True, prefetch=0))),
-        (1024, (TritonConfig(64, 128, 4, 4, swap=True, prefetch=0), TritonConfig(128, 64, 8, 3, swap=True, prefetch=0))),
+        (128, (TritonConfig(64, 128, 4, 4, swap=True, prefetch=0), TritonConfig(128, 64, 8, 3, swap=True, prefetch=0))),
     ),
     # The fastest of a sweep over 128256 x 4096 and 151936 x 2048.
     head_candidates=(

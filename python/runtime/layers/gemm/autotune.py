@@ -28,7 +28,7 @@ from runtime.layers.gemm.resident_gemm import leaves_space, resident_config
 from runtime.layers.gemm.resident_gemm import supports as can_be_resident
 from runtime.layers.gemm.tilings import wgmma_configs
 from runtime.layers.gemm.timings import GemmChoice, GemmTimings, Timed, fastest
-from runtime.layers.gemm.triton_gemm import MAX_INT4_ROWS, MAX_ROWS
+from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import supports
 from runtime.layers.gemm.widening_gemm import MOST_ROWS as MOST_WIDENED_ROWS
 from runtime.layers.gemm.widening_gemm import supports as widening_supports
@@ -108,9 +108,7 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collecti
 def _takes_many_rows(gemm: Gemm, rows: int) -> bool:
     """Whether a kernel other than cuBLAS supports `rows`, more than `MAX_ROWS`."""
     weight = gemm.linear.weight
-    if gemm.linear.is_int4:
-        return rows <= MAX_INT4_ROWS
-    if gemm.linear.is_scaled:
+    if gemm.linear.is_scaled or gemm.linear.is_int4:
         return rows <= MOST_WIDENED_ROWS and _takes_bfloat16(gemm, widening_supports)
     return weight.dtype is torch.bfloat16 and supports(weight, silu=gemm.op == "gate_up")
 

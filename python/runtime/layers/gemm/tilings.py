@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.config.device_tuning import DeviceTuning
 from runtime.layers.gemm.gemm import GemmOp
 from runtime.layers.gemm.timings import GemmChoice
-from runtime.layers.gemm.triton_gemm import MAX_INT4_ROWS, MAX_ROWS
+from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import MAX_TILE, WgmmaConfig
 from runtime.layers.linear import Linear
 
@@ -21,10 +21,8 @@ def m_bucket(rows: int) -> int:
 
 def default_choice(op: GemmOp, rows: int, tuning: DeviceTuning, linear: Linear) -> GemmChoice:
     """The choice for GEMMs that were not timed."""
-    if linear.is_scaled and rows <= MAX_ROWS:
-        return tuning.scaled_configs(rows)[0]
-    if linear.is_int4 and rows <= MAX_INT4_ROWS:
-        return tuning.int4_configs(rows)[0]
+    if rows <= MAX_ROWS and (linear.is_scaled or linear.is_int4):
+        return (tuning.scaled_configs(rows) if linear.is_scaled else tuning.int4_configs(rows))[0]
     return None if rows > tuning.triton_gemm_rows else tuning.gemm_configs(op, rows)[0]
 
 

@@ -22,9 +22,7 @@ from runtime.layers.kernels.scale_layout import scale_layout
 from runtime.layers.kernels.weight_step import DENSE, FP8, INT4, dot_step, row_pointers
 
 MAX_ROWS = 128
-"""Maximum rows of a program, and of a GEMM except with int4 weights: a larger GEMM is compute-bound, so cuBLAS is used."""
-MAX_INT4_ROWS = 1024
-"""Maximum rows with int4 weights, which must be converted to 16 bits in memory for cuBLAS."""
+"""Maximum rows: a larger GEMM is compute-bound, so cuBLAS is used."""
 CHUNK = tl.constexpr(512)
 """Columns of a weight row that one instruction prefetches into L2."""
 SQUARES = tl.constexpr(16)
@@ -52,7 +50,7 @@ def triton_gemm(
     """`out = epilogue(x @ weight.T)`; returns `out`.
 
     Args:
-        x: [M, K] contiguous, M <= `most_rows(weight)`, K a multiple of 16, bfloat16, float16, or e4m3 if the weight is e4m3 without scales.
+        x: [M, K] contiguous, M <= 128, K a multiple of 16, bfloat16, float16, or e4m3 if the weight is e4m3 without scales.
         weight: [N, K] contiguous, the dtype of x, or e4m3 with scales, which is converted in registers; or uint8 [N, K / 2], int4
             (`quantization.int4`).
         out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None if only the argmax is needed.
@@ -66,8 +64,7 @@ def triton_gemm(
     """
     (M, K), N = x.shape, epilogue.columns(weight.shape[0])
     form = DENSE if weight_scale is None else INT4 if weight.dtype is torch.uint8 else FP8
-    assert len(x) <= most_rows(weight), f"expected at most {most_rows(weight)} rows; got {M}"
-    assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
+    assert M <= MAX_ROWS and K % 16 == 0, f"expected at most {MAX_ROWS} rows and a multiple of 16 columns; got {M} x {K}"  # noqa: PT018
     epilogue.check(out, M, weight.shape[0], config.parts(weight.shape[0]))
     outputs = config.block_n // 2 if epilogue.gated else config.block_n
     assert weight_scale is None or (config.swap and not config.tma), f"quantised weights need a tiling with swap, without tma; got {config}"
@@ -80,18 +77,12 @@ def triton_gemm(
     options = dict(
         EVEN_N=N % outputs == 0, EVEN_K=K % config.block_k == 0, STORE=out is not None, PDL=pdl,
         FORMAT=form.value, PIECE=min(config.block_k, scales[2]), PTX=form is FP8 and x.is_cuda and x.dtype is torch.bfloat16,
-        ROW_BLOCKS=triton.cdiv(M, MAX_ROWS), **_constants(config, min(padded_rows(M, config.swap), MAX_ROWS), count),
-        **_operations(epilogue), **launch_options(pdl),
+        **_constants(config, padded_rows(M, config.swap), count), **_operations(epilogue), **launch_options(pdl),
     )  # fmt: skip
-    grid = (triton.cdiv(N, outputs) * options["ROW_BLOCKS"],)
+    grid = (triton.cdiv(N, outputs),)
     start = _triton_gemm_kernel[grid] if launch else partial(_triton_gemm_kernel.warmup, grid=grid)  # pyright: ignore[reportFunctionMemberAccess]
     start(*args, **options)
     return out
-
-
-def most_rows(weight: torch.Tensor) -> int:
-    """Maximum rows of x for a weight."""
-    return MAX_INT4_ROWS if weight.dtype is torch.uint8 else MAX_ROWS
 
 
 def _tiles(weight: torch.Tensor, config: TritonConfig, gated: bool) -> torch.Tensor | TensorDescriptor:
@@ -174,13 +165,11 @@ def _triton_gemm_kernel(
     BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, ARGMAX: tl.constexpr, STORE: tl.constexpr,
     SCALE: tl.constexpr, PARTS: tl.constexpr, PARTS_PER_LOOP: tl.constexpr, DEFER: tl.constexpr,
     PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, FORMAT: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
-    PTX: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program multiplies `BLOCK_M` rows of x by `BLOCK_N` weight rows (with GATED, gate rows and the matching up rows)."""
+    """One program multiplies all rows of x by `BLOCK_N` weight rows (with GATED, gate rows and the matching up rows)."""
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    # Programs with the same weight rows are neighbours, so that these are read from memory once.
-    tile, tiles_n = tl.program_id(0) // ROW_BLOCKS, tl.num_programs(0) // ROW_BLOCKS
-    first = tile * OUTPUTS
+    first = tl.program_id(0) * OUTPUTS
     r = tl.arange(0, BLOCK_N)
     if GATED:
         # A tile loaded by descriptor has its gate rows before its up rows; otherwise they alternate.
@@ -198,7 +187,7 @@ def _triton_gemm_kernel(
             gdc_launch_dependents()
         gdc_wait()
 
-    m = tl.program_id(0) % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
     m_in = m < M
     column = first + tl.arange(0, OUTPUTS)
     out_at = m[:, None] * N + column[None, :]
@@ -253,9 +242,9 @@ def _triton_gemm_kernel(
         if not EVEN_N:  # columns beyond the last are not stored
             acc = tl.where((column < N)[None, :], acc, float("-inf"))
         key, at = tile_argmax(acc, column[None, :])
-        partial_at = partial_ptr + m * tiles_n + tile
+        partial_at = partial_ptr + m * tl.num_programs(0) + tl.program_id(0)
         tl.store(partial_at, key, mask=m_in)
-        tl.store(partial_at + M * tiles_n, at, mask=m_in)
+        tl.store(partial_at + M * tl.num_programs(0), at, mask=m_in)
     if STORE:
         if ADD:
             acc += before
@@ -263,4 +252,4 @@ def _triton_gemm_kernel(
         if DEFER:
             tl.store(scaled_ptr + out_at, (acc * gain).to(scaled_ptr.dtype.element_ty), mask=out_mask)
             inside = acc if EVEN_N else tl.where((column < N)[None, :], acc, 0.0)
-            tl.store(squares_ptr + m * tiles_n + tile, sum_rows(inside * inside), mask=m_in)
+            tl.store(squares_ptr + m * tl.num_programs(0) + tl.program_id(0), sum_rows(inside * inside), mask=m_in)

@@ -473,6 +473,8 @@ def test_float32_checkpoints_become_bfloat16_on_cuda() -> None:
     int4 = QuantConfig("int4", int4=Int4Format("awq", 128))
     assert resolve(args(), HOPPER, replace(LLAMA, dtype="float16", quant=int4)).device.dtype == "bfloat16"
     assert resolve(args(dtype="float16"), HOPPER, replace(LLAMA, dtype="float16", quant=int4)).device.dtype == "float16"
+    assert resolve(args(quantization="int4"), HOPPER, replace(LLAMA, dtype="float16")).device.dtype == "bfloat16"
+    assert resolve(args(quantization="fp8"), HOPPER, replace(LLAMA, dtype="float16")).device.dtype == "float16"
 
 
 def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -110,7 +110,7 @@ def _dtype(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> DType:
     if dtype == "float16" and device == "cpu":
         raise ConfigError("--dtype float16 is not possible on a CPU: its range is too small for hidden states. Use bfloat16 or float32.")
     if dtype is None:
-        dtype, why = _default_dtype(device, model)
+        dtype, why = _default_dtype(args, device, model)
         log.info("dtype %s: %s", dtype, why)
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3", dtype):
         raise ConfigError(
@@ -119,11 +119,11 @@ def _dtype(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> DType:
     return dtype
 
 
-def _default_dtype(device: DeviceKind, model: ModelFacts) -> tuple[DType, str]:
+def _default_dtype(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> tuple[DType, str]:
     if device == "cpu":
         return "float32", "exact, and the fastest for one token on most CPUs"
     if model.dtype == "float32":
         return "bfloat16", "half the memory traffic of the checkpoint's float32"
-    if model.dtype == "float16" and model.quant is not None and model.quant.method == "int4":
+    if model.dtype == "float16" and "int4" in (args.quantization, model.quant and model.quant.method):
         return "bfloat16", "the fast kernels for int4 weights take bfloat16 activations only"
     return model.dtype, "the checkpoint's"

@@ -104,8 +104,8 @@ class ModelParts:
         for part, scale in zip("kv", scales, strict=True):
             targets |= dict.fromkeys((f"{prefix}{part}_scale", f"{prefix}{part}_proj.{part}_scale"), scale)
         for name, target in targets.items():
-            slot = WeightSlot((1,), (slice(None),), lambda value, to=target: to.copy_(value.reshape(())), broadcast=True)
-            self.weights.optional(name, slot)
+            slot = WeightSlot((1,), (slice(None),), lambda value, to=target: to.copy_(value.reshape(())), broadcast=True, optional=True)
+            self.weights.add(name, slot)
         return scales
 
     def head_shards(self) -> tuple[Shard, Shard]:

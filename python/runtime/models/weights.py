@@ -81,16 +81,12 @@ class WeightTable:
         self.add(name, WeightSlot(shape, (rows,), target.copy_))
         return target
 
-    def optional(self, name: str, slot: WeightSlot) -> None:
-        """Let `slot` store tensor `name` if the checkpoint holds it."""
-        self._optional[name] = [slot]
-
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count, in `num_bytes`, tensors that the caller allocated for `add`."""
         self._tensors += tensors
 
     def add(self, name: str, slot: WeightSlot) -> None:
-        """Let `slot` store tensor `name` of the checkpoint, or the slot's part of it."""
+        """Let `slot` store tensor `name` of the checkpoint, or the slot's part of it; an optional slot's tensor may be missing."""
         slots = self._optional if slot.optional else self._slots
         slots.setdefault(name, []).append(slot)
 

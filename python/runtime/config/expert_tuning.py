@@ -13,7 +13,7 @@ from runtime.config.kernel_configs import GroupedConfig, StepConfig, WgmmaExpert
 
 WeightFormat = Literal["dense", "fp8", "mxfp4", "int4"]
 """Weights in the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 with one scale per 32 columns; 4-bit codes with a
-scale and a minimum per group of columns."""
+scale and a zero point per group of columns."""
 FEW_BLOCKS = frozenset({1, 4, 8, 16, 32, 64})
 """Token counts that together use every kernel for few tokens."""
 WIDENED_TILES: Mapping[WeightFormat, Mapping[int, float]] = {

@@ -149,7 +149,7 @@ class QuantConfig:
 
     @property
     def format(self) -> str:
-        """The name of the checkpoint's format, as `--quantization` takes it."""
+        """The name of the checkpoint's format, for messages; `--quantization` takes all but compressed-tensors."""
         return self.method if self.int4 is None else self.int4.name
 
     def keeps(self, layer: str) -> bool:

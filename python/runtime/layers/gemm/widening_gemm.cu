@@ -1,8 +1,9 @@
 // out = epilogue(x @ w.T) (epilogue.py) for weights in e4m3 or int4 with scales, and rows of x in bfloat16. Tensor cores multiply in bfloat16.
 //
 // A block computes 128 weight rows by up to TOKENS rows of x. Weights are the left operand of wgmma, whose fragments are registers: a
-// thread reads stored numbers from shared memory and converts them without their scales, while the tensor cores multiply the previously converted ones. x is the
-// right operand, unchanged in shared memory. Sums of 128 columns are multiplied by the scales of the weights, then added up in float32.
+// thread reads stored numbers from shared memory and converts them without their scales, while the tensor cores multiply the previously
+// converted ones. x is the right operand, unchanged in shared memory. Sums of 128 columns are multiplied by the scales of the weights, then
+// added up in float32.
 //
 // One thread issues TMA loads into a ring of stages of 128 columns. Weights depend on nothing, so the ring is filled with them while the
 // previous kernel still runs (programmatic dependent launch), and the first are widened; loads of x wait for that kernel to end.
@@ -12,8 +13,8 @@
 //
 // SPLIT blocks of a cluster split K. Each gets the sums of its own rows of x from all of them, and adds these in order.
 //
-// Defined before this text: GROUP (columns of a group of int4 weights; 0 for e4m3), TOKENS (rows of x of a block, a multiple of 8 up to 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the
-// instruction whose operands depend on TOKENS. ROWS = 128, CLUSTER_M = CLUSTER_N = 1, LOADERS (threads) and LOAD_REGISTERS for wgmma_parts.cu.
+// Defined before this text: GROUP (columns of a group of int4 weights; 0 for e4m3), TOKENS (rows of x of a block, a multiple of 8 up to
+// 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the instruction whose operands depend on TOKENS. ROWS = 128, CLUSTER_M = CLUSTER_N = 1, LOADERS (threads) and LOAD_REGISTERS for wgmma_parts.cu.
 // TILE = 32 or with a gate 64 (columns of sums that a warp finishes together), SHARERS = 1, BFLOAT16 = 1, BIAS, WRITE, STORE = 1, ARGMAX = 0,
 // SCALE and DEFER for wgmma_output.cu.
 

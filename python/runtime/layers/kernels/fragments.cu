@@ -4,10 +4,12 @@
 // instruction multiplies any 16 columns that its lanes have: weights and tokens have the same order, so the sum over all columns is the same.
 //
 // bfloat16 weights are used unchanged. e4m3 and e2m1 weights are converted to float16, which represents them exactly and is cheaper to convert
-// to; scales are applied to partial sums. int4 weights are computed in float16. Tokens are then converted to float16 too, scaled by a power of two chosen by their largest entry.
+// to; scales are applied to partial sums. int4 weights are computed in float16. Tokens are then converted to float16 too, scaled by a power
+// of two chosen by their largest entry.
 //
 // Constants from the host: FORMAT (0: bfloat16, 1: e4m3 with float32 scales, 2: e2m1 with one scale per 32 columns, 3: int4 with a
-// float16 scale and zero point per group of columns), EARLY (whether the kernel starts before the preceding one has ended), ACT (0: SiLU, 1: clamped SwiGLU, 2: GELU).
+// float16 scale and zero point per group of columns), EARLY (whether the kernel starts before the preceding one has ended), ACT (0: SiLU,
+// 1: clamped SwiGLU, 2: GELU).
 
 constexpr int LANE_COLUMNS = FORMAT == 0 ? 8 : FORMAT == 1 ? 16 : 32;  // in 16 bytes
 constexpr int CHUNK = 4 * LANE_COLUMNS;                               // columns of one load of a warp

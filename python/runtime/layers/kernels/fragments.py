@@ -13,7 +13,7 @@ from runtime.layers.kernels.cuda_program import program
 
 FORMATS: dict[WeightFormat, int] = {"dense": 0, "fp8": 1, "mxfp4": 2, "int4": 3}
 """Constants of kernels: the activations' dtype; e4m3 with float32 scales of blocks or rows; pairs of e2m1 with one scale per 32; pairs of
-codes with a scale and a minimum per group."""
+codes with a scale and a zero point per group."""
 COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32, "int4": 32}
 """Columns that a lane loads at once; the number of columns of a weight must be a multiple."""
 

@@ -328,6 +328,31 @@ def test_other_forms_are_refused_by_field(form: str, fields: dict[str, Any], sai
         read_quantization(ConfigFields({"quantization_config": FORMS[form].config | fields}, "config.json"))
 
 
+@pytest.mark.parametrize(("form", "fields", "said"), [
+    ("awq", {"bits": "4"}, "quantization_config.bits is '4'; it must be an integer"),
+    ("gptq", {"bits": None}, "quantization_config.bits is missing; it must be an integer"),
+    ("gptq", {"bits": True}, "quantization_config.bits is True; it must be an integer"),
+    ("gptq", {"group_size": "32"}, "quantization_config.group_size is '32'; it must be an integer"),
+    ("awq", {"group_size": None}, "quantization_config.group_size is missing; it must be an integer"),
+    ("compressed", {"group_size": [32]}, "quantization_config.config_groups.group_0.weights.group_size is [32]; it must be an integer"),
+    ("compressed", {"num_bits": "4"}, "quantization_config.config_groups.group_0.weights.num_bits is '4'; it must be an integer"),
+    ("gptq", {"desc_act": "yes"}, "desc_act is 'yes'; it must be true or false"),
+    ("compressed", {"symmetric": "no"}, "symmetric is 'no'; it must be true or false"),
+    ("compressed", {"strategy": None}, "quantization_config.config_groups.group_0.weights.strategy: missing), which is not supported"),
+])  # fmt: skip
+def test_fields_of_another_type_are_refused_as_such(form: str, fields: dict[str, Any], said: str) -> None:
+    config = FORMS[form].config
+    (config["config_groups"]["group_0"]["weights"] if form == "compressed" else config).update(fields)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read_quantization(ConfigFields({"quantization_config": config}, "config.json"))
+
+
+@pytest.mark.parametrize("value", [[], 0, False, "", "awq"])
+def test_a_quantization_config_that_is_no_object_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"quantization_config is .*; it must be an object"):
+        read_quantization(ConfigFields({"quantization_config": value}, "config.json"))
+
+
 @pytest.mark.parametrize(("weights", "group", "said"), [
     ({"strategy": "channel"}, {}, "weights.strategy: channel"),
     ({"num_bits": 8}, {}, "weights: int of 8 bits"),
@@ -372,7 +397,7 @@ def test_activation_order_is_refused(name: str) -> None:
 def test_a_bias_that_the_model_lacks_must_be_zero() -> None:
     tensors = named(packed(random(64, 128), FORMS["gptq"])[0], "a")
     loading(FORMS["gptq"], tensors | {"a.bias": torch.zeros(64)})
-    with pytest.raises(ConfigError, match=r"tensor a\.bias is not zero, but the model has no bias there"):
+    with pytest.raises(ConfigError, match=r"tensor a\.bias is not zero, but the model has no bias there. Use another checkpoint"):
         loading(FORMS["gptq"], tensors | {"a.bias": torch.eye(64)[3]})
     table = table_of(scheme_of(FORMS["gptq"]))
     layer = table.linear({"a": 64}, 128, bias=True)
@@ -402,6 +427,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     ("awq", 2, Partition.COLUMN, {"rows": 72}, r"a: rows 0 to 36 of a rank cut a word of 8 int4 codes; use another --tp-size"),
     ("awq-128", 1, Partition.COLUMN, {"columns": 192}, r"an int4 weight has 192 columns; only multiples of 128 are supported\. Use anoth"),
     ("awq-128", 2, Partition.ROW, {"columns": 128}, r"an int4 weight has 64 columns; only multiples of 128 are supported\. Use anoth"),
+    ("awq-128", 2, Partition.ROW, {"columns": 128}, r"only multiples of 128 are supported\. Use another --tp-size, or another check"),
 ])  # fmt: skip
 def test_shapes_that_cut_words_or_groups_are_refused(form: str, ranks: int, partition: Any, sizes: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

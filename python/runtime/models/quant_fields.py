@@ -26,7 +26,7 @@ def read_quantization(fields: ConfigFields) -> QuantConfig | None:
     Raises:
         ConfigError: the format is not supported; without this check the weights would be read as unquantised.
     """
-    name = next((name for name in FIELDS if fields.get(name, {})), None)
+    name = next((name for name in FIELDS if fields.get(name, {}) != {}), None)
     if name is None:
         return None
     quant = fields.mapping(name)
@@ -70,9 +70,10 @@ def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
     ((group_name, raw),) = groups.items()
     field, group = f"{name}.config_groups.{group_name}", ConfigFields(raw, quant.where)
     weights = group.mapping("weights")
-    kind, bits, strategy = (weights.get(key, None) for key in ("type", "num_bits", "strategy"))
+    kind, strategy = weights.get("type", "unnamed numbers"), weights.get("strategy", "missing")
+    bits = _integer(quant, weights, "num_bits", f"{field}.weights")
     if (kind, bits) not in (("float", 8), ("int", 4)):
-        raise _refused(quant, f"{field}.weights", f"{kind or 'unnamed numbers'} of {bits or 'unknown'} bits")
+        raise _refused(quant, f"{field}.weights", f"{kind} of {bits} bits")
     storage = group.get("format", quant.get("format", "float-quantized" if kind == "float" else "pack-quantized"))
     if storage not in (("float-quantized", "naive-quantized") if kind == "float" else ("pack-quantized",)):
         raise _refused(quant, f"{name}.format", storage)
@@ -96,12 +97,13 @@ def _packed(quant: ConfigFields, group: ConfigFields, field: str) -> Int4Format:
     weights = group.mapping("weights")
     if group.given("input_activations"):
         raise _refused(quant, f"{field}.input_activations", "quantized too")
-    if weights.get("strategy", None) != "group":
-        raise _refused(quant, f"{field}.weights.strategy", weights.get("strategy", None))
+    strategy = weights.get("strategy", "missing")
+    if strategy != "group":
+        raise _refused(quant, f"{field}.weights.strategy", strategy)
     if weights.get("actorder", "static") not in ("static", "weight"):
         raise _refused(quant, f"{field}.weights.actorder", weights.get("actorder", None))
-    columns = _group(quant, weights, f"{field}.weights.group_size")
-    return Int4Format("compressed-tensors", columns, zeros=weights.get("symmetric", True) is False)
+    columns = _group(quant, weights, f"{field}.weights")
+    return Int4Format("compressed-tensors", columns, zeros=not weights.filled(symmetric=True).flag("symmetric"))
 
 
 def _awq(quant: ConfigFields, name: str) -> QuantConfig:
@@ -112,7 +114,7 @@ def _awq(quant: ConfigFields, name: str) -> QuantConfig:
     if str(version).lower() != "gemm":
         raise _refused(quant, f"{name}.{field}", version)
     kept = tuple(f"re:.*{re.escape(entry)}" for entry in _names(quant, "modules_to_not_convert"))
-    return QuantConfig("int4", kept=kept, int4=Int4Format("awq", _group(quant, quant, f"{name}.group_size")))
+    return QuantConfig("int4", kept=kept, int4=Int4Format("awq", _group(quant, quant, name)))
 
 
 def _gptq(quant: ConfigFields, name: str) -> QuantConfig:
@@ -133,23 +135,34 @@ def _gptq(quant: ConfigFields, name: str) -> QuantConfig:
     within = quant.get("modules_in_block_to_quantize", [])
     only = [each for names in within for each in (names if isinstance(names, list) else [names])] if isinstance(within, list) else within
     form = Int4Format(
-        "gptq", _group(quant, quant, f"{name}.group_size"),
-        zero_offset=int(storage == "gptq"), ordered=quant.get("desc_act", False) is True,
+        "gptq", _group(quant, quant, name),
+        zero_offset=int(storage == "gptq"), ordered=quant.flag("desc_act"),
     )  # fmt: skip
     return QuantConfig("int4", kept=kept, only=_checked(quant, f"{name}.modules_in_block_to_quantize", only), int4=form)
 
 
 def _check_bits(quant: ConfigFields, name: str) -> None:
-    if quant.get("bits", None) != 4:
-        raise _refused(quant, f"{name}.bits", quant.get("bits", None))
+    bits = _integer(quant, quant, "bits", name)
+    if bits != 4:
+        raise _refused(quant, f"{name}.bits", bits)
 
 
-def _group(quant: ConfigFields, fields: ConfigFields, field: str) -> int:
-    """The columns with one scale: `group_size` of `fields`."""
-    columns = fields.get("group_size", None)
+def _group(quant: ConfigFields, fields: ConfigFields, name: str) -> int:
+    """The columns with one scale: `group_size` of `fields`, the object `name`."""
+    columns = _integer(quant, fields, "group_size", name)
     if columns not in GROUPS:
-        raise _refused(quant, field, columns)
-    return int(columns)
+        raise _refused(quant, f"{name}.group_size", columns)
+    return columns
+
+
+def _integer(quant: ConfigFields, fields: ConfigFields, key: str, name: str) -> int:
+    """The integer `key` of `fields`, the object `name`."""
+    value = fields.get(key, None)
+    if value is None:
+        raise quant.error(f"{name}.{key} is missing; it must be an integer")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise quant.error(f"{name}.{key} is {value!r}; it must be an integer")
+    return value
 
 
 def _modelopt(quant: ConfigFields, name: str) -> QuantConfig | None:

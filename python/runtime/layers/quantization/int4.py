@@ -22,15 +22,16 @@ _HEADS = Int8()
 
 
 class Int4(QuantScheme):
-    """Weights in 4 bits, with a float16 scale and minimum for each 32 columns (64 or 128 in some checkpoints).
+    """Weights in 4 bits, with a float16 scale and minimum (on a GPU, zero point) for each 32 columns (64 or 128 in some checkpoints).
 
-    A weight is `code * scale + minimum`, as in Q4_1 files, whose numbers are therefore kept. `int4_layouts` describes the tensors.
+    A weight is `code * scale + minimum`, as in Q4_1 files, whose numbers are therefore kept on a CPU. On a GPU it is
+    `(code - zero point) * scale`. `int4_layouts` describes the tensors.
     The LM head and draft models keep 16 bits; on a CPU they are int8 if weights are quantised while loading.
 
     On a CPU activations are rounded to bfloat16, as in `Int8`.
 
     Attributes:
-        group: columns that share a scale and a minimum.
+        group: columns that share a scale, and a minimum or zero point.
     """
 
     name = "int4"
@@ -53,6 +54,8 @@ class Int4(QuantScheme):
         """
         if new.in_features % self.group:
             columns, other = new.in_features, self._other(new.device)
+            if any(part.shape[1] % self.group == 0 for part in new.parts):
+                other = f"another --tp-size, or {other}"
             raise ConfigError(f"an int4 weight has {columns} columns; only multiples of {self.group} are supported. Use {other}.")
         return layout_on(new.device, self.group).allocate(new)
 
@@ -64,9 +67,10 @@ class Int4(QuantScheme):
         """The tensors of the checkpoint's format; or one, `prefix.weight`, of any floating-point dtype, which is quantised."""
         columns, layout = part.index[1], layout_of(storage, self.group)
         if columns.start % self.group or columns.stop % self.group:
+            other = self._other(storage.weight.device)
             raise ConfigError(
                 f"{part.prefix}: columns {columns.start} to {columns.stop} of a rank cut an int4 group of {self.group}; "
-                f"use another --tp-size, or {self._other(storage.weight.device)}"
+                f"use another --tp-size, or {other}"
             )
         if self._stored is None:
             return {part.prefix + ".weight": self._quantized(part, storage, layout)}

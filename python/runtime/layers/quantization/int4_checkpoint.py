@@ -166,7 +166,7 @@ def _checked_slots(part: LinearPart, form: Int4Format, suffix: str) -> Mapping[s
 
     def check_bias(values: torch.Tensor) -> None:
         if bool(values.any()):
-            raise ConfigError(f"tensor {bias} is not zero, but the model has no bias there")
+            raise ConfigError(f"tensor {bias} is not zero, but the model has no bias there. Use another checkpoint.")
 
     slots = {name: WeightSlot(part.shape[1:], (columns,), check, torch.int32, optional=not form.ordered)}
     if form.name == "gptq":
@@ -177,7 +177,7 @@ def _checked_slots(part: LinearPart, form: Int4Format, suffix: str) -> Mapping[s
 def _factors(name: str, scales: torch.Tensor, zeros: torch.Tensor | None, form: Int4Format) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales and the minima float16 [rows, in / group]: a weight is `code * scale + minimum`."""
     if scales.numel() and float(scales.abs().max()) > LARGEST_SCALE:
-        raise ConfigError(f"tensor {name} holds numbers beyond {LARGEST_SCALE}, too large for int4")
+        raise ConfigError(f"tensor {name} holds numbers beyond {LARGEST_SCALE}, too large for int4. Use another checkpoint.")
     scale = scales.half()
     zero = 8.0 if zeros is None else zeros.float() + form.zero_offset
     return scale, (scale.float() * -zero).half()
@@ -186,7 +186,9 @@ def _factors(name: str, scales: torch.Tensor, zeros: torch.Tensor | None, form: 
 def _check_rows(part: LinearPart) -> None:
     (out, _), (rows, _) = part.shape, part.index
     if out % WORD_CODES:
-        raise ConfigError(f"{part.prefix} has {out} rows; int4 checkpoints with zero points have multiples of {WORD_CODES}")
+        raise ConfigError(
+            f"{part.prefix} has {out} rows; int4 checkpoints with zero points have multiples of {WORD_CODES}. Use another checkpoint."
+        )
     if rows.start % WORD_CODES or rows.stop % WORD_CODES:
         raise ConfigError(
             f"{part.prefix}: rows {rows.start} to {rows.stop} of a rank cut a word of {WORD_CODES} int4 codes; use another --tp-size"

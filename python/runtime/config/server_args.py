@@ -75,8 +75,8 @@ class ServerArgs:
     """Type of the KV cache: the model's (auto), or fp8_e4m3, which holds twice the tokens (fa3 or torch_native attention)."""
     quantization: Literal[Quantization, FormatFlag, "none"] | None = _flag(MODEL, None)
     """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries), int4 in 4 (a scale and a minimum
-    for each 32 columns), and on a CPU int8 in 8; int4 on a CPU and int8 store the LM head in 8 bits; none turns off the embedded model's
-    default. A quantized checkpoint needs no flag: mxfp4, awq and gptq only check that it is in this format."""
+    or zero point for each 32 columns), and on a CPU int8 in 8; int4 on a CPU and int8 store the LM head in 8 bits; none turns off the
+    embedded model's default. A quantized checkpoint needs no flag: mxfp4, awq and gptq only check that it is in this format."""
     disable_fp8_activations: bool = _flag(MODEL, False)
     """Keep 16-bit activations with FP8 weights; by default, prompts and experts with many tokens round them to 8 bits on a GPU."""
     disable_shared_experts_fusion: bool = _flag(MODEL, False)
@@ -231,7 +231,8 @@ class ServerArgs:
     speculative_draft_model_path: str | None = _flag(SPECULATION, None, "PATH", "--speculative-draft-model")
     """Folder or hub id of the draft model."""
     speculative_draft_model_quantization: Literal["unquant", "fp8"] | None = _flag(SPECULATION, None)
-    """fp8 quantizes the layers of a 16-bit draft model; default: as stored in its checkpoint (int8 if the target is int8 or int4)."""
+    """fp8 quantizes the layers of a 16-bit draft model; default: as stored in its checkpoint, on a CPU in int8 if --quantization is int8
+    or int4."""
     speculative_draft_load_format: FormatChoice | None = _flag(SPECULATION, None)
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_draft_tp_size: int | None = _flag(SPECULATION, None, "N")

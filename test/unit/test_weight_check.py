@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.config.flag_parser import parse
 from runtime.config.quant_config import QuantConfig
@@ -25,6 +26,7 @@ from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model, load_hf_config, parse_hf_config
 from runtime.models.sharing import check_expert_width
 from runtime.speculative.weight_check import DRAFTS, META
+from unit.int4_files import FORMS, write_int4
 from unit.predicting import draft_folder
 from unit.small_tokenizer import write_small_tokenizer
 from unit.test_models import FAMILIES, Checkpoint
@@ -150,6 +152,14 @@ def test_experts_that_ranks_cannot_share_are_refused_before_loading(tmp_path: Pa
     prepare(parse([*flags, "int4", "--ep-size", "2"]).args)
     with pytest.raises(ConfigError, match=r"2 ranks cannot share an expert of intermediate size 32: the int4 weights are cut at mult"):
         prepare(parse([*flags, "int4"]).args)
+
+
+def test_int4_groups_that_ranks_would_cut_are_refused_before_loading(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    write_int4(tmp_path, LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **sizes)), FORMS["awq-128"])
+    check_weights(*resolved(tmp_path))
+    with pytest.raises(ConfigError, match=r"an int4 weight has 192 columns; only multiples of 128 are supported\. Use another --tp-size"):
+        check_weights(*resolved(tmp_path, "--tp-size", "2"))
 
 
 def test_experts_kept_in_16_bits_are_cut_anywhere(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import closing
 import torch
 
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.model_loader import Loadable, named
 from runtime.model_executor.weight_loader import safetensors_weights
@@ -39,12 +40,18 @@ def check_weights(config: RuntimeConfig, target_config: ModelConfig) -> None:
     """Refuse weights of the target or its draft that do not fit their config.json. Reads no numbers, except those of a draft's `d2t`.
 
     Raises:
-        ConfigError: as `load` of the models, for tensors that are missing, unexpected or of a wrong shape or dtype.
+        ConfigError: as `load` of the models, for tensors that are missing, unexpected or of a wrong shape or dtype; or the ranks cannot
+            share the stored weights, which is not checked with groups of experts or of attention.
     """
     served, spec = config.model, config.speculative
     dtype: torch.dtype = getattr(torch, config.device.dtype)
     target = build_model(target_config, TorchOps(), dtype, META, fuse_shared=served.fuse_shared_experts)
     _check(target, served.model_path, served.load_format)
+    parallel = config.parallel
+    if target_config.quant is not None and parallel.tp_size > 1 and parallel.ep_size == parallel.dp_size == 1:
+        for rank in (0, parallel.tp_size - 1):  # the largest and the smallest shards
+            group = ParallelGroup(rank, parallel.tp_size)
+            build_model(target_config, TorchOps(), dtype, META, group=group, fuse_shared=served.fuse_shared_experts)
     if spec is not None and spec.algorithm in DRAFTS:
         _check(DRAFTS[spec.algorithm](spec, target, read_token_map(spec)), *draft_weights(served, spec))
 

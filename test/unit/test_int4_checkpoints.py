@@ -361,6 +361,7 @@ def test_a_quantization_config_that_is_no_object_is_refused(value: object) -> No
     ({"actorder": "group"}, {}, "weights.actorder: group"),
     ({"actorder": True}, {}, "weights.actorder: True"),
     ({}, {"input_activations": {"num_bits": 8}}, "input_activations: quantized too"),
+    ({}, {"output_activations": {"num_bits": 8}}, "output_activations: quantized too"),
 ])  # fmt: skip
 def test_other_compressed_weights_are_refused_by_field(weights: dict[str, Any], group: dict[str, Any], said: str) -> None:
     config = FORMS["compressed"].config
@@ -370,6 +371,14 @@ def test_other_compressed_weights_are_refused_by_field(weights: dict[str, Any], 
         read_quantization(ConfigFields({"quantization_config": config}, "config.json"))
     with pytest.raises(ConfigError, match=r"quantization_config\.format: marlin-24"):
         read_quantization(ConfigFields({"quantization_config": FORMS["compressed"].config | {"format": "marlin-24"}}, "config.json"))
+
+
+def test_rotated_weights_are_refused() -> None:
+    config = FORMS["compressed"].config
+    read_quantization(ConfigFields({"quantization_config": config | {"transform_config": {}}}, "config.json"))
+    rotated = config | {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": []}}}}
+    with pytest.raises(ConfigError, match=r"\(quantization_config\.transform_config: rotated weights\), which is not supported"):
+        read_quantization(ConfigFields({"quantization_config": rotated}, "config.json"))
 
 
 def test_patterns_that_are_no_regular_expressions_are_refused() -> None:

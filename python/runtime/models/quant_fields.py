@@ -80,6 +80,8 @@ def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
     sparsity = quant.mapping("sparsity_config").get("format", "dense")
     if sparsity != "dense":
         raise _refused(quant, f"{name}.sparsity_config.format", sparsity)
+    if quant.get("transform_config", {}):
+        raise _refused(quant, f"{name}.transform_config", "rotated weights")
     targets, kept = _names(group, "targets"), _names(quant, "ignore")
     only = () if "Linear" in targets else targets
     if kind == "int":
@@ -95,8 +97,9 @@ def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
 def _packed(quant: ConfigFields, group: ConfigFields, field: str) -> Int4Format:
     """The int4 weights of a group of compressed-tensors layers."""
     weights = group.mapping("weights")
-    if group.given("input_activations"):
-        raise _refused(quant, f"{field}.input_activations", "quantized too")
+    for activations in ("input_activations", "output_activations"):
+        if group.given(activations):
+            raise _refused(quant, f"{field}.{activations}", "quantized too")
     strategy = weights.get("strategy", "missing")
     if strategy != "group":
         raise _refused(quant, f"{field}.weights.strategy", strategy)

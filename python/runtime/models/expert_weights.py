@@ -12,7 +12,6 @@ from runtime.config.quant_config import BLOCK
 from runtime.distributed.parallel_group import Shard
 from runtime.layers.moe.experts import Experts
 from runtime.layers.quantization.fp8 import BlockFp8, RowFp8
-from runtime.layers.quantization.int4 import Int4
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
 from runtime.layers.quantization.scheme import LinearPart, NewWeight, WeightSlot
 from runtime.models.checkpoint_parts import Sliceable
@@ -114,7 +113,7 @@ def stacked_weights(
         prefixes, held = [*prefixes, shared], range(placement.total + 1)
     scheme = table.scheme_of([prefix + part for prefix in prefixes for part in (names.gate, names.up, names.down)])
     shard = placement.shard
-    unit = expert_unit(inner, shard.count, scheme.name, scheme.group if isinstance(scheme, Int4) else None)
+    unit = expert_unit(inner, shard.count, scheme.name, scheme.shared_columns())
     cut = replace(shard, unit=unit).of(inner)
     width, count = cut.stop - cut.start, len(held)
     of_expert = [_parts_of(names, prefix, hidden, inner, cut) for prefix in prefixes]

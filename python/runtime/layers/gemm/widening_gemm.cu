@@ -14,9 +14,9 @@
 // SPLIT blocks of a cluster split K. Each gets the sums of its own rows of x from all of them, and adds these in order.
 //
 // Defined before this text: GROUP (columns of a group of int4 weights; 0 for e4m3), TOKENS (rows of x of a block, a multiple of 8 up to
-// 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the instruction whose operands depend on TOKENS. ROWS = 128, CLUSTER_M = CLUSTER_N = 1, LOADERS (threads) and LOAD_REGISTERS for wgmma_parts.cu.
-// TILE = 32 or with a gate 64 (columns of sums that a warp finishes together), SHARERS = 1, BFLOAT16 = 1, BIAS, WRITE, STORE = 1, ARGMAX = 0,
-// SCALE and DEFER for wgmma_output.cu.
+// 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the instruction whose operands depend on TOKENS. ROWS = 128, CLUSTER_M = CLUSTER_N = 1,
+// LOADERS (threads) and LOAD_REGISTERS for wgmma_parts.cu. TILE = 32 or with a gate 64 (columns of sums that a warp finishes together),
+// SHARERS = 1, BFLOAT16 = 1, BIAS, WRITE, STORE = 1, ARGMAX = 0, SCALE and DEFER for wgmma_output.cu.
 
 constexpr int DEPTH = 128;                         // columns of a stage
 constexpr bool INT4 = GROUP > 0;

@@ -46,6 +46,10 @@ class Int4(QuantScheme):
         """int8 on a CPU, which is more accurate, or unquantised."""
         return _HEADS if self._stored is None and device.type == "cpu" else DENSE
 
+    def shared_columns(self) -> int:
+        """`group`."""
+        return self.group
+
     def allocate(self, new: NewWeight) -> Storage:
         """Empty groups in the layout of the device.
 

@@ -142,6 +142,10 @@ class QuantScheme(Protocol):
         """The scheme of the LM head and of draft models on `device`; by default this one."""
         return self
 
+    def shared_columns(self) -> int | None:
+        """Columns that share a scale, if their number depends on the checkpoint; else None."""
+        return None
+
     def allocate(self, new: NewWeight) -> Storage:
         """Storage of a weight, uninitialised."""
         ...

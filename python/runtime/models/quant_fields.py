@@ -71,7 +71,7 @@ def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
     field, group = f"{name}.config_groups.{group_name}", ConfigFields(raw, quant.where)
     weights = group.mapping("weights")
     kind, strategy = weights.get("type", "unnamed numbers"), weights.get("strategy", "missing")
-    bits = _integer(quant, weights, "num_bits", f"{field}.weights")
+    bits = _integer(quant, weights, "num_bits", f"{field}.weights") if weights.given("num_bits") else "unknown"
     if (kind, bits) not in (("float", 8), ("int", 4)):
         raise _refused(quant, f"{field}.weights", f"{kind} of {bits} bits")
     storage = group.get("format", quant.get("format", "float-quantized" if kind == "float" else "pack-quantized"))

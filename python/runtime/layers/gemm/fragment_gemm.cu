@@ -124,23 +124,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(cons
                         multiply_codes(part, f.low, f.high, low_zero, high_zero, pieces[j][n]);
                         add_scaled(sums[i][n], part, low_scale, high_scale);
                     }
-                    weights[j][i] = load_fragment(w, low[i], high[i], column, next < end && column < w.columns);
-                    continue;
-                }
-                if (FORMAT == 3) {
+                } else if (FORMAT == 3) {
                     #pragma unroll
                     for (int n = 0; n < TILES; n++) multiply_int4(of_batch[i][n], f.low, f.high, f.low_scale, f.high_scale, pieces[j][n]);
-                    weights[j][i] = load_fragment(w, low[i], high[i], column, next < end && column < w.columns);
-                    continue;
-                }
-                // Take the scale from lane t = 0, which has it even where the columns of the other lanes are past the row's end.
-                const float low_scale = __uint_as_float(__shfl_sync(~0u, f.low_scale, lane & ~3));
-                const float high_scale = __uint_as_float(__shfl_sync(~0u, f.high_scale, lane & ~3));
-                #pragma unroll
-                for (int n = 0; n < TILES; n++) {
-                    float part[4] = {};
-                    multiply_e4m3(part, f.low, f.high, pieces[j][n]);
-                    add_scaled(of_batch[i][n], part, low_scale, high_scale);
+                } else {
+                    // Take the scale from lane t = 0, which has it even where the columns of the other lanes are past the row's end.
+                    const float low_scale = __uint_as_float(__shfl_sync(~0u, f.low_scale, lane & ~3));
+                    const float high_scale = __uint_as_float(__shfl_sync(~0u, f.high_scale, lane & ~3));
+                    #pragma unroll
+                    for (int n = 0; n < TILES; n++) {
+                        float part[4] = {};
+                        multiply_e4m3(part, f.low, f.high, pieces[j][n]);
+                        add_scaled(of_batch[i][n], part, low_scale, high_scale);
+                    }
                 }
                 weights[j][i] = load_fragment(w, low[i], high[i], column, next < end && column < w.columns);
             }

@@ -163,10 +163,7 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 }
 
 __device__ __forceinline__ float widen(u16 x) {
-    if constexpr (BFLOAT16) return of_bf16(x);
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
+    return BFLOAT16 ? of_bf16(x) : of_f16(x);
 }
 
 __device__ __forceinline__ u32 narrow(float low, float high) {

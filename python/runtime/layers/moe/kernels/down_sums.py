@@ -28,7 +28,7 @@ PASS = 4
 TOKEN_BYTES = {kind: 2 * columns + TOKEN_PADDING[kind] for kind, columns in STAGE_COLUMNS.items()}
 """Bytes per token in a stage."""
 SHARED_BYTES = 226 << 10
-"""Maximum dynamic shared memory per block."""
+"""Shared memory per SM for all its blocks."""
 REGISTERS = 1 << 16
 """Registers per SM."""
 GEMM_REGISTERS = {"dense": 256 * 88, "fp8": 256 * 88, "mxfp4": 256 * 120, "int4": 256 * 112}

@@ -13,7 +13,7 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.fragments import FORMATS, readable, weights_argument
 from runtime.layers.kernels.stages import INT4_COLUMNS, STAGE_COLUMNS, STAGES, TOKEN_PADDING, stage_bytes
-from runtime.layers.moe.kernels.down_sums import down_sums
+from runtime.layers.moe.kernels.down_sums import SHARED_BYTES, down_sums
 from runtime.layers.moe.kernels.down_sums import is_faster as sums_are_faster
 from runtime.layers.moe.kernels.down_sums import supports as sums_supported
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
@@ -24,8 +24,6 @@ from runtime.layers.moe.kernels.routing_argument import RoutingArgument, routing
 MOST_TOKENS = 256
 SMALL_PAIRS = 32
 """Maximum pairs of token and expert that a GEMM warp keeps in registers."""
-SHARED_BYTES = 226 * 1024
-"""Shared memory per SM for all its blocks."""
 SCALE_COPY = 8
 """Bytes of MXFP4 scales that a lane copies at once; the size of a tensor must be a multiple."""
 MOST_TOP_K = 16

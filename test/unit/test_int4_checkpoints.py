@@ -70,7 +70,8 @@ def exact_layers(model: DecoderModel, reference: PreTrainedModel) -> None:
     tensors = reference.state_dict()
     for i, layer in enumerate(model.layers):
         attention, prefix = layer.attention, f"model.layers.{i}."
-        parts = torch.cat([tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"])
+        names = ["qkv_proj"] if f"{prefix}self_attn.qkv_proj.weight" in tensors else ["q_proj", "k_proj", "v_proj"]
+        parts = torch.cat([tensors[f"{prefix}self_attn.{name}.weight"] for name in names])
         assert torch.equal(values(attention.qkv_proj), parts)
         assert torch.equal(values(attention.o_proj), tensors[prefix + "self_attn.o_proj.weight"])
     for i, mlp in enumerate(model.sparse_mlps):
@@ -92,7 +93,7 @@ def assert_close(model: DecoderModel, exact: DecoderModel) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "mixtral", "qwen2-moe", "phi3"])
 def test_a_checkpoint_is_close_to_the_weights_it_stands_for(tmp_path: Path, family: str, form: str) -> None:
     reference: Any = Checkpoint(family, tmp_path / "plain", **SIZES).reference
     reference = write_int4(tmp_path, reference, FORMS[form])
@@ -135,17 +136,24 @@ def test_dummy_weights_are_finite_and_as_large_as_others(tmp_path: Path, name: s
 # ---- layers: parts, ranks, layouts
 
 
+@pytest.mark.parametrize("stored", [None, "qkv"])
 @pytest.mark.parametrize("layout", [CpuLayout, GpuLayout])
 @pytest.mark.parametrize("name", FORMS)
-def test_fused_parts_and_slices_are_those_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, name: str, layout: Any) -> None:
+def test_fused_parts_and_slices_are_those_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, name: str, layout: Any, stored: str | None
+) -> None:
     form, rows = FORMS[name], {"q": 192, "k": 96, "v": 96}
     monkeypatch.setattr(int4, "layout_on", lambda device, group: layout(group))
-    parts = {part: packed(random(count, 256, seed=count) * 0.1, form, layout.zero_points) for part, count in rows.items()}
-    tensors = [each for part, (stored, _) in parts.items() for each in named(stored, part).items()]
+    weights = {part: random(count, 256, seed=count) * 0.1 for part, count in rows.items()}
+    parts = {part: packed(weight, form, layout.zero_points) for part, weight in weights.items()}
+    layers = {part: tensors for part, (tensors, _) in parts.items()}
+    if stored is not None:
+        layers = {stored: packed(torch.cat(list(weights.values())), form)[0]}
+    tensors = [each for layer, some in layers.items() for each in named(some, layer).items()]
     for ranks in (1, 2, 3):
         for rank in range(ranks):
             table = table_of(scheme_of(form), Rank(rank, ranks))
-            layer = table.linear(rows, 256, partition=Partition.COLUMN)
+            layer = table.linear(rows, 256, partition=Partition.COLUMN, stored=stored)
             table.load(reversed(tensors))
             expected = torch.cat([value.tensor_split(ranks)[rank] for _, value in parts.values()])
             assert torch.equal(values(layer), expected)

@@ -20,6 +20,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -123,6 +125,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             norm_topk_prob=True,
         )
     ),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**{**COMMON, "hidden_size": 192, "intermediate_size": 320}, pad_token_id=0)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**COMMON, "hidden_size": 256}, head_dim=32)),
     "deepseek": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(
@@ -259,19 +262,23 @@ def test_draft_heads_keep_16_bits_beside_a_quantized_target_unless_asked(tmp_pat
 # ---- parts that start inside a block
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("on_load", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_fused_parts_and_slices_keep_the_scales_of_their_blocks(ranks: int, on_load: bool) -> None:
+def test_fused_parts_and_slices_keep_the_scales_of_their_blocks(ranks: int, on_load: bool, fused: bool) -> None:
     rows = {"q": 192, "k": 96, "v": 96}
     weights = {name: random(count, 200, seed=count) * (10 if name == "k" else 1) for name, count in rows.items()}
+    layers = {"qkv": torch.cat(list(weights.values()))} if fused else weights
     stored, exact = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    for name, weight in weights.items():
+    for name, weight in layers.items():
         stored[name + ".weight"], stored[name + ".weight_scale_inv"], exact[name] = quantized(weight, "block")
+    if fused:
+        exact = dict(zip(rows, exact["qkv"].split(list(rows.values())), strict=True))
     if on_load:
-        stored = {f"{name}.weight": weight for name, weight in weights.items()}
+        stored = {f"{name}.weight": weight for name, weight in layers.items()}
     for rank in range(ranks):
         table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, quant_scheme(ON_LOAD if on_load else BLOCK), Rank(rank, ranks)))
-        layer = table.linear(rows, 200, partition=Partition.COLUMN)
+        layer = table.linear(rows, 200, partition=Partition.COLUMN, stored="qkv" if fused else None)
         table.load(stored.items())
         expected = torch.cat([weight.tensor_split(ranks)[rank] for weight in exact.values()])
         assert torch.equal(layer.scheme.dequantize(layer.storage, torch.float32), expected)

@@ -64,15 +64,19 @@ class ModelParts:
         """The norm whose weight is tensor `name`, over the hidden size or `width`."""
         return RMSNorm(self.weights.tensor(name, (width or self.config.hidden_size,)), self.config.rms_eps)
 
-    def attention(self, prefix: str, layer_id: int, in_features: int | None = None, causal: bool = True) -> Attention:
-        """The attention layer of tensors `prefix`*, whose qkv projection reads rows of the hidden size or of
-        `in_features`.
+    def attention(self, prefix: str, layer_id: int, in_features: int | None = None, causal: bool = True, fused: bool = False) -> Attention:
+        """The attention layer of tensors `prefix`*, whose qkv projection reads rows of the hidden size or of `in_features`.
+
+        `fused`: the checkpoint holds that projection as one layer, `qkv_proj`.
         """
         c = self.config
         q_rows, kv_rows = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         query, key = self.head_shards()
         rows = {prefix + "q_proj": q_rows, prefix + "k_proj": kv_rows} | ({} if c.shared_kv else {prefix + "v_proj": kv_rows})
-        qkv = self.weights.linear(rows, in_features or c.hidden_size, c.qkv_bias, Partition.COLUMN, (query, key, key)[: len(rows)])
+        qkv = self.weights.linear(
+            rows, in_features or c.hidden_size, c.qkv_bias, Partition.COLUMN, (query, key, key)[: len(rows)],
+            stored=prefix + "qkv_proj" if fused else None,
+        )  # fmt: skip
         q_norm, k_norm = (self.norm(f"{prefix}{name}_norm.weight", c.head_dim) if c.qk_norm else None for name in "qk")
         o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
         heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
@@ -102,7 +106,8 @@ class ModelParts:
         scales = torch.ones(2, dtype=torch.float32, device=self.context.device)
         targets = {prefix + "kv_scale": scales}  # older files have one scale for both
         for part, scale in zip("kv", scales, strict=True):
-            targets |= dict.fromkeys((f"{prefix}{part}_scale", f"{prefix}{part}_proj.{part}_scale"), scale)
+            names = (f"{part}_scale", f"{part}_proj.{part}_scale", f"qkv_proj.{part}_scale")
+            targets |= dict.fromkeys((prefix + name for name in names), scale)
         for name, target in targets.items():
             slot = WeightSlot((1,), (slice(None),), lambda value, to=target: to.copy_(value.reshape(())), broadcast=True, optional=True)
             self.weights.add(name, slot)
@@ -124,11 +129,12 @@ class ModelParts:
             return Shard(group.rank, group.size, per_kv * c.head_dim), Shard(group.rank, group.size, c.head_dim)
         return Shard(group.rank, group.size, c.head_dim), Shard(group.rank // copies, c.num_kv_heads, c.head_dim)
 
-    def gated_mlp(self, prefix: str, activation: Activation = Activation.SILU) -> GatedMlp:
-        """The dense MLP of tensors `prefix`*."""
+    def gated_mlp(self, prefix: str, activation: Activation = Activation.SILU, fused: bool = False) -> GatedMlp:
+        """The dense MLP of tensors `prefix`*. `fused`: the checkpoint holds its first projections as one layer, `gate_up_proj`."""
         c = self.config
         inner = {prefix + "gate_proj": c.intermediate_size, prefix + "up_proj": c.intermediate_size}
-        gate_up = self.weights.linear(inner, c.hidden_size, c.mlp_bias, Partition.COLUMN)
+        stored = prefix + "gate_up_proj" if fused else None
+        gate_up = self.weights.linear(inner, c.hidden_size, c.mlp_bias, Partition.COLUMN, stored=stored)
         down = self.weights.linear({prefix + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias, Partition.ROW)
         return GatedMlp(gate_up, down, self.context.ops, activation)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from runtime.models.config import ModelConfig
@@ -11,9 +10,7 @@ from runtime.models.hf_config import decoder_config, same_window
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
-    from runtime.models.checkpoint_parts import Sliceable
     from runtime.models.parts import ModelParts
-    from runtime.models.weights import NamedTensors
 
 DEFAULTS = {
     "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
@@ -31,22 +28,5 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 def block(parts: ModelParts, prefix: str, layer: int) -> Block:
     """Layer `layer`."""
-    c = parts.config
-    q_rows, kv_rows = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    _accept_fused(parts, prefix + "self_attn.", "qkv_proj", {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows})
-    _accept_fused(parts, prefix + "mlp.", "gate_up_proj", dict.fromkeys(("gate_proj", "up_proj"), c.intermediate_size))
-    return parts.usual_block(prefix, layer)
-
-
-def _accept_fused(parts: ModelParts, prefix: str, fused: str, rows: Mapping[str, int]) -> None:
-    """Accept the weight `fused` in place of those that it concatenates; `rows`: of each of them."""
-    from runtime.models.weights import FusedTensor
-
-    def split(tensor: Sliceable) -> NamedTensors:
-        start = 0
-        for name, count in rows.items():
-            yield f"{prefix}{name}.weight", tensor[start : start + count]
-            start += count
-
-    shape = (sum(rows.values()), parts.config.hidden_size)
-    parts.weights.also(f"{prefix}{fused}.weight", FusedTensor([shape], split))
+    attention = parts.attention(prefix + "self_attn.", layer, fused=True)
+    return parts.block(prefix, attention, parts.gated_mlp(prefix + "mlp.", fused=True))

@@ -112,8 +112,9 @@ class WeightTable:
         shards: Sequence[Shard] | None = None,
         group: ParallelGroup | None = None,
         scheme: QuantScheme | None = None,
+        stored: str | None = None,
     ) -> Linear:
-        """A linear layer that concatenates several of the checkpoint's along their output rows.
+        """A linear layer that concatenates several parts along their output rows.
 
         Args:
             parts: name, without `.weight` or `.bias`, and unsharded number of output rows of each part.
@@ -124,20 +125,26 @@ class WeightTable:
                 ROW; equal shares by default.
             group: the ranks that share the layer; the model's by default.
             scheme: how the layer is stored; by default as the checkpoint stores its parts.
+            stored: name of the checkpoint's layer that holds all parts; by default each part is a layer there.
         """
         group = group or self.group
         own = Shard(group.rank, group.size)
         rows = (shards or [own] * len(parts)) if partition is Partition.COLUMN else [WHOLE] * len(parts)
         columns = ((shards or [own])[0] if partition is Partition.ROW else WHOLE).of(in_features)
-        pieces, start = list[LinearPart](), 0
+        total, first, start = sum(parts.values()), 0, 0
+        pieces = list[LinearPart]()
         for (name, count), shard in zip(parts.items(), rows, strict=True):
-            piece = LinearPart(name, (count, in_features), (shard.of(count), columns), start)
+            own = shard.of(count)
+            if stored is None:
+                piece = LinearPart(name, (count, in_features), (own, columns), start)
+            else:
+                piece = LinearPart(stored, (total, in_features), (slice(first + own.start, first + own.stop), columns), start)
             pieces.append(piece)
-            start = piece.rows.stop
-        scheme = scheme or self.scheme_of(parts)
+            first, start = first + count, piece.rows.stop
+        scheme = scheme or self.scheme_of(dict.fromkeys(piece.prefix for piece in pieces))
         storage = scheme.allocate(NewWeight(start, columns.stop - columns.start, self.dtype, self.device, parts=pieces))
         fused_bias = self._bias(pieces, start, partition) if bias else None
-        layer = Linear(storage, fused_bias, scheme, partition, group, sum(parts.values()))
+        layer = Linear(storage, fused_bias, scheme, partition, group, total)
         for piece in pieces:
             for name, slot in scheme.places(piece, storage).items():
                 self.add(name, slot)

@@ -53,6 +53,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Let random weights and inputs that a test does not seed be the same in every run, so that a failure repeats."""
+    import torch  # the process that starts the others does without it
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """Remove what programs set up that ran in the process of a test: all later tests would log to a stream that is closed."""
     root = logging.getLogger()

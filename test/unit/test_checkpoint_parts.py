@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.errors import ConfigError
-from runtime.layers.quantization.scheme import WeightSlot
+from runtime.layers.quantization.scheme import AtMost, Joint, WeightSlot
 from runtime.models.checkpoint_parts import STAGE_BYTES, Part, Staging
 from runtime.models.file_tensor import FileTensor, WeightFile, row_major
 
@@ -107,7 +107,7 @@ def test_batches_fit_the_buffers_and_hold_every_part(tmp_path: Path) -> None:
         (torch.tensor([0, 127], dtype=torch.uint8).view(E4M3), {}, "tensor bad holds NaN"),
         (torch.tensor([0, 255], dtype=torch.uint8).view(E4M3), {}, "tensor bad holds NaN"),
         (torch.tensor([1.0, -torch.inf]), {"finite": True}, "tensor bad holds infinity"),
-        (torch.tensor([1, 9], dtype=torch.uint8), {"largest": 8}, "tensor bad holds 9; at most 8 is supported"),
+        (torch.tensor([1, 9], dtype=torch.uint8), {"rule": AtMost(8)}, "tensor bad holds 9; at most 8 is supported"),
     ],
 )
 def test_a_damaged_tensor_of_a_batch_is_named(values: torch.Tensor, rules: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -127,10 +127,35 @@ def test_numbers_that_only_look_bad_together_are_stored(tmp_path: Path) -> None:
     Staging(CPU).store(batch)
     assert all(torch.equal(target, each) for target, each in zip(targets, expected, strict=True))
     few, many = in_file([torch.full((3,), 8, dtype=torch.uint8), torch.full((3,), 200, dtype=torch.uint8)], tmp_path / "limit")
-    limited, (target,) = parts_of_file([few], largest=8)
+    limited, (target,) = parts_of_file([few], rule=AtMost(8))
     free, (other,) = parts_of_file([many])
     Staging(CPU).store([*limited, *free])
     assert (int(target.max()), int(other.max())) == (8, 200)
+
+
+def test_parts_of_one_shape_and_conversion_are_converted_together(tmp_path: Path) -> None:
+    calls = list[tuple[int, ...]]()
+
+    def negated(parts: torch.Tensor) -> torch.Tensor:
+        calls.append(tuple(parts.shape))
+        return -parts
+
+    def halved(parts: torch.Tensor) -> torch.Tensor:
+        return parts / 2
+
+    expected = [torch.randn(shape) for shape in [(3, 5)] * 6 + [(5, 3)] * 2 + [(4, 5), (2, STAGE_BYTES // 4)]]
+    files = in_file(expected, tmp_path / "t")
+    expected[6:8], files[6:8] = [each.t() for each in expected[6:8]], [each.t() for each in files[6:8]]
+    batch, targets = Batch(), [torch.zeros(values.shape) for values in expected]
+    for i, (values, target) in enumerate(zip(files, targets, strict=True)):
+        joint = None if i == 0 else Joint(halved if i in (2, 3) else negated, target.copy_)
+        slot = WeightSlot(values.shape, (slice(None),) * 2, target.copy_, joint=joint)
+        batch.append((Part(f"t{i}", values, slot), values))
+    for store in Staging(CPU).stores(part for part, _ in batch):
+        store()
+    for i, (target, values) in enumerate(zip(targets, expected, strict=True)):
+        assert torch.equal(target, values if i in (0, 9) else values / 2 if i in (2, 3) else -values), i
+    assert sorted(calls) == [(1, 4, 5), (2, 3, 5), (3, 3, 5)], "one larger than a buffer is stored by `put`"
 
 
 def test_threads_have_buffers_of_their_own(tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from runtime.batch import ForwardMode
@@ -22,7 +25,7 @@ from runtime.layers.quantization.int4 import Int4, quantize
 from runtime.layers.quantization.int4_layouts import CpuLayout, GpuLayout, layout_of, layout_on
 from runtime.layers.quantization.scheme import LinearPart, NewWeight
 from runtime.layers.torch_ops import TorchOps
-from runtime.model_executor.weight_loader import dummy_weights
+from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.config_fields import ConfigFields
 from runtime.models.context import ModelContext
 from runtime.models.decoder import DecoderModel
@@ -191,6 +194,17 @@ def test_tensors_come_in_any_order_through_one_buffer(order: tuple[str, ...]) ->
     assert torch.equal(scheme.dequantize(storage, torch.float32), exact)
 
 
+@pytest.mark.parametrize("layout", [CpuLayout, GpuLayout])
+def test_groups_with_a_scale_of_zero_are_zero(monkeypatch: pytest.MonkeyPatch, layout: Any) -> None:
+    monkeypatch.setattr(int4, "layout_on", lambda device, group: layout(group))
+    tensors, exact = packed(random(64, 128), FORMS["gptq-v2"], layout.zero_points)
+    tensors["scales"][1] = exact[:, 64:] = 0
+    table = table_of(scheme_of(FORMS["gptq-v2"]))
+    layer = table.linear({"a": 64}, 128)
+    table.load(named(tensors, "a").items())
+    assert torch.equal(values(layer), exact)
+
+
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_the_layout_for_gpus_is_the_documented_one(group: int) -> None:
     layout, out, columns = GpuLayout(group), 16, 256
@@ -200,7 +214,7 @@ def test_the_layout_for_gpus_is_the_documented_one(group: int) -> None:
     zero = torch.randint(0, 16, scale.shape, generator=torch.Generator().manual_seed(2)).half()
     scale[0, 0], zero[0, 0] = 0, 0
     every = slice(0, out)
-    layout.put_numbers(storage, every, scale, (-zero.float() * scale.float()).half())
+    layout.put_numbers(storage, every, scale, zero)
     layout.put_codes(storage, every, codes)
     assert (storage.weight.dtype, storage.weight.shape) == (torch.uint8, (out, columns // 2))
     assert (storage.scales.dtype, storage.scales.shape, storage.packed) == (torch.float16, (out, columns // group, 2), None)
@@ -218,7 +232,8 @@ def test_weights_quantized_on_load_are_within_half_a_step_in_both_layouts(monkey
     monkeypatch.setattr(int4, "layout_on", lambda _, group: layout_on(device, group))
     storage = scheme.allocate(NewWeight(48, 96, torch.float32, CPU))
     scheme.places(part, storage)["a.weight"].put(random(48, 96))
-    codes, scale, minimum = quantize(random(48, 96), layout.zero_points)
+    codes, scale, offset = quantize(random(48, 96), layout.zero_points)
+    minimum = -offset.float() * scale.float() if layout.zero_points else offset
     groups = codes.unflatten(1, (-1, 32)).float()
     want = (groups * scale.float()[..., None] + minimum.float()[..., None]).flatten(1)
     torch.testing.assert_close(scheme.dequantize(storage, torch.float32), want, rtol=0, atol=1e-3 if layout.zero_points else 0)
@@ -263,12 +278,67 @@ def test_ranks_share_experts_by_whole_groups(
         assert torch.equal(down, torch.stack(exact["down"])[:, :, cut])
 
 
+def expert_tensors(form: Form, count: int, hidden: int, inner: int) -> Tensors:
+    """The tensors of experts `e.0`, ..."""
+    tensors = Tensors()
+    for expert, (part, shape) in itertools.product(
+        range(count), {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items()
+    ):
+        tensors |= named(packed(random(*shape, seed=expert), form)[0], f"e.{expert}.{part}_proj")
+    return tensors
+
+
+@pytest.mark.parametrize("layout", [CpuLayout, GpuLayout])
+@pytest.mark.parametrize("name", FORMS)
+def test_experts_read_together_are_stored_like_single_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layout: Any) -> None:
+    monkeypatch.setattr(int4, "layout_on", lambda device, group: layout(group))
+    form, size, count = FORMS[name], (256, 384), 5
+    tensors = expert_tensors(form, count, *size)
+    tensors["e.3.up_proj." + ("weight_scale" if form.method == "compressed-tensors" else "scales")][:, 1] = 0
+    save_file({each: tensor.contiguous() for each, tensor in tensors.items()}, tmp_path / "a.safetensors")
+
+    def stored(weights: Any, rank: int, ranks: int) -> list[torch.Tensor]:
+        table = table_of(scheme_of(form), Rank(rank, ranks))
+        held = stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(count, rank, ranks), *size)
+        table.load(weights)
+        return [*held.gate_up.tensors, *held.down.tensors]
+
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        one_by_one = stored(tensors.items(), rank, ranks)
+        for mine, expected in zip(stored(safetensors_weights(tmp_path, progress=False), rank, ranks), one_by_one, strict=True):
+            assert torch.equal(mine.view(torch.uint8), expected.view(torch.uint8))
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_gpu_makes_few_operations_for_each_small_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(int4, "layout_on", lambda device, group: GpuLayout(group))
+    form, size, count = FORMS[name], (128, 128), 40
+    tensors = expert_tensors(form, count, *size)
+    save_file({each: tensor.contiguous() for each, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    table = table_of(scheme_of(form))
+    stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(count, 0, 1), *size)
+    with Operations() as operations:
+        table.load(safetensors_weights(tmp_path, progress=False))
+    assert operations.counts.total() < 3 * len(tensors)
+    reads = sum(number for each, number in operations.counts.items() if "_local_scalar" in each or "aten.equal" in each)
+    assert reads == 1, "the host waits for the device once, for the checks of the only batch"
+
+
 def test_experts_of_other_ranks_are_not_read() -> None:
-    form, tensors = FORMS["gptq"], Tensors()
-    for expert in range(4):
-        for part in ("gate", "up", "down"):
-            stored, _ = packed(random(64, 64, seed=expert), form)
-            tensors |= named(stored, f"e.{expert}.{part}_proj")
+    form = FORMS["gptq"]
+    tensors = expert_tensors(form, 4, 64, 64)
     tensors["e.0.gate_proj.g_idx"] = torch.zeros(64, dtype=torch.int32)  # only the other rank would refuse it
     table = table_of(scheme_of(form), Rank(1, 2))
     held = stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(4, 1, 2, ep_size=2), 64, 64)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 import torch
 
@@ -30,11 +31,6 @@ class Part:
     name: str
     values: Values
     slot: WeightSlot
-
-    @property
-    def rules(self) -> tuple[str, bool, int]:
-        """The checks of its values: dtype, whether they must be finite, and the largest allowed value or -1."""
-        return str(self.values.dtype), self.slot.finite, -1 if self.slot.largest is None else self.slot.largest
 
 
 def parts_of(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> Iterator[Part]:
@@ -73,8 +69,8 @@ class Staging:
     """Makes the calls that store parts in tensors on `device`. Owns the buffers through which parts are copied from files.
 
     Each torch operation releases Python's GIL, for which many threads then compete: with operations on each of 10,000 small tensors, they
-    mostly wait for it. So a batch of parts is read with one system call per contiguous range of a file, uploaded in one copy and
-    checked on the device together; only taking views of parts, and storing them in their slots, is done part by part.
+    mostly wait for it. So a batch of parts is read with one system call per contiguous range of a file and uploaded in one copy. Its parts
+    of one kind are checked on the device, and converted if their slots are `Joint`, together; only storing them is done part by part.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,12 +81,12 @@ class Staging:
         """Calls that together check and store all parts; threads may run them concurrently."""
         batch, size = list[tuple[Part, FileTensor]](), 0
         for part in parts:
+            if not part.values.nbytes:  # another rank stores it
+                continue
             if isinstance(part.values, torch.Tensor):
                 yield partial(_store, part, part.values)
                 continue
             space = _space(part.values)
-            if not space:  # another rank stores it
-                continue
             if batch and size + space > STAGE_BYTES:
                 yield partial(self.store, batch)
                 batch, size = [], 0
@@ -109,24 +105,30 @@ class Staging:
             _store(batch[0][0], self._bring_large(batch[0][1], buffers))
             self._wait()
         else:
-            batch = sorted(batch, key=lambda each: each[0].rules)
-            moved = list(zip((part for part, _ in batch), self._bring([values for _, values in batch], buffers), strict=True))
-            for part, values in moved:
-                part.slot.put(values)
-            suspects = _suspects(moved)
+            kinds = defaultdict[Hashable, list[tuple[Part, FileTensor]]](list)
+            for each in batch:
+                kinds[_kind(*each)].append(each)
+            stacks = self._bring([[values for _, values in kind] for kind in kinds.values()], buffers)
+            moved = [([part for part, _ in kind], stack) for kind, stack in zip(kinds.values(), stacks, strict=True)]
+            for parts, stack in moved:
+                _put(parts, stack)
+            suspects = [suspect for parts, stack in moved for suspect in _suspects(parts[0].slot, stack)]
             if suspects and bool(torch.stack(suspects).any()):
-                for part, values in moved:
-                    _check(part, values)
+                for parts, stack in moved:
+                    for part, values in zip(parts, stack, strict=True):
+                        _check(part, values)
             self._wait()
         self._free.append(buffers)  # the device has read them
 
-    def _bring(self, tensors: Sequence[FileTensor], buffers: Buffers) -> list[torch.Tensor]:
-        """Copies of the tensors, packed one after another in the device buffer."""
+    def _bring(self, kinds: Sequence[Sequence[FileTensor]], buffers: Buffers) -> list[torch.Tensor]:
+        """Copies in the device buffer of the tensors of each kind, as views [n, *shape]."""
+        tensors = [tensor for kind in kinds for tensor in kind]
         starts = list(accumulate(map(_space, tensors), initial=0))
         _read(tensors, starts, buffers)
         if buffers.device is not buffers.host:
             buffers.device[: starts[-1]].copy_(buffers.host[: starts[-1]], non_blocking=True)
-        return _places(tensors, starts, buffers.device)
+        firsts = accumulate(map(len, kinds), initial=0)
+        return [_view(kind[0], len(kind), starts[first], buffers.device) for kind, first in zip(kinds, firsts, strict=False)]
 
     def _bring_large(self, tensor: FileTensor, buffers: Buffers) -> torch.Tensor:
         """A copy on the device, made piece by piece through the buffer, or directly from mapped memory if a row exceeds it."""
@@ -137,7 +139,7 @@ class Staging:
         for start in range(0, tensor.shape[0], rows):
             piece = tensor[start : start + rows]
             _read([piece], [0], buffers)
-            copy[start : start + rows].copy_(_places([piece], [0], buffers.host)[0], non_blocking=True)
+            copy[start : start + rows].copy_(_view(piece, 1, 0, buffers.host)[0], non_blocking=True)
             self._wait()
         return copy
 
@@ -161,9 +163,22 @@ def holds_nan(values: torch.Tensor) -> bool:
     return values.dtype is torch.float8_e4m3fn or bool(values.isnan().any())
 
 
+def _kind(part: Part, values: FileTensor) -> Hashable:
+    """Equal for parts that are checked, and converted, together."""
+    slot = part.slot
+    return values.dtype, values.shape, values.packed_strides, slot.finite, slot.rule, slot.joint and slot.joint.convert
+
+
 def _store(part: Part, values: torch.Tensor) -> None:
     _check(part, values)
     part.slot.put(values)
+
+
+def _put(parts: Sequence[Part], stack: torch.Tensor) -> None:
+    """Store parts of one kind, which are [n, *shape]."""
+    joint = parts[0].slot.joint
+    for part, values in zip(parts, stack if joint is None else joint.convert(stack), strict=True):
+        (part.slot.joint or part.slot).put(values)
 
 
 def _check(part: Part, values: torch.Tensor) -> None:
@@ -174,24 +189,18 @@ def _check(part: Part, values: torch.Tensor) -> None:
         raise ConfigError(f"tensor {name} holds NaN; the checkpoint is damaged, download it again")
     if slot.finite and not _all_finite(values):
         raise ConfigError(f"tensor {name} holds infinity where numbers must be finite; the checkpoint is damaged, download it again")
-    if slot.largest is not None and values.numel() and (largest := int(values.max())) > slot.largest:
-        raise ConfigError(f"tensor {name} holds {largest}; at most {slot.largest} is supported")
+    if slot.rule is not None and bool(slot.rule.is_broken(values[None])):
+        raise slot.rule.error(name, values)
 
 
-def _suspects(moved: Sequence[tuple[Part, torch.Tensor]]) -> list[torch.Tensor]:
-    """Bools on the device; one is true if a part may break its rules. The parts lie in one buffer, sorted by their rules."""
-    suspects = list[torch.Tensor | None]()
-    for _, same in groupby(moved, key=lambda each: each[0].rules):
-        group = list(same)
-        first, last, slot = group[0][1], group[-1][1], group[0][0].slot
-        start, end = first.storage_offset(), last.storage_offset() + last.numel()
-        region = first.as_strided((end - start,), (1,))
-        suspects.append(_suspects_nan(region))
-        if slot.finite:
-            suspects.append(region.sum(dtype=torch.float32).isfinite().logical_not())
-        if slot.largest is not None:
-            suspects.append(region.max() > slot.largest)
-    return [suspect for suspect in suspects if suspect is not None]
+def _suspects(slot: WeightSlot, stack: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Bools on the device; one is true if a part of the stack [n, *shape] may break the rules of `slot`."""
+    if slot.finite:
+        yield stack.sum(dtype=torch.float32).isfinite().logical_not()
+    elif (suspect := _suspects_nan(stack)) is not None:
+        yield suspect
+    if slot.rule is not None:
+        yield slot.rule.is_broken(stack)
 
 
 def _suspects_nan(values: torch.Tensor) -> torch.Tensor | None:
@@ -217,23 +226,18 @@ def _space(tensor: FileTensor) -> int:
 
 
 def _read(tensors: Sequence[FileTensor], starts: Sequence[int], buffers: Buffers) -> None:
-    """Read tensors into the host buffer at byte offsets `starts`; the gaps between them are zeroed."""
+    """Read tensors into the host buffer at byte offsets `starts`."""
     packed = list[tuple[FileTensor, memoryview]]()
     for tensor, start in zip(tensors, starts, strict=False):
-        end = start + tensor.nbytes
-        if gap := -end % ALIGNMENT:
-            buffers.memory[end : end + gap] = bytes(gap)
         if tensor.is_packed:
-            packed.append((tensor, buffers.memory[start:end]))
+            packed.append((tensor, buffers.memory[start : start + tensor.nbytes]))
         else:
-            _places([tensor], [start], buffers.host)[0].copy_(tensor.mapped())
+            _view(tensor, 1, start, buffers.host)[0].copy_(tensor.mapped())
     read_packed(packed)
 
 
-def _places(tensors: Sequence[FileTensor], starts: Sequence[int], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Views of the tensors in `buffer` [bytes], at byte offsets `starts`."""
-    typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}
-    return [
-        typed[tensor.dtype].as_strided(tensor.shape, tensor.packed_strides, start // tensor.dtype.itemsize)
-        for tensor, start in zip(tensors, starts, strict=False)
-    ]
+def _view(tensor: FileTensor, count: int, start: int, buffer: torch.Tensor) -> torch.Tensor:
+    """A view [count, *shape] of `buffer` [bytes]: the place of `tensor`, at byte offset `start`, and of others like it behind it."""
+    size = tensor.dtype.itemsize
+    strides = (_space(tensor) // size, *tensor.packed_strides)
+    return buffer.view(tensor.dtype).as_strided((count, *tensor.shape), strides, start // size)

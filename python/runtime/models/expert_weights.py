@@ -13,10 +13,10 @@ from runtime.distributed.parallel_group import Shard
 from runtime.layers.moe.experts import Experts
 from runtime.layers.quantization.fp8 import BlockFp8, RowFp8
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
-from runtime.layers.quantization.scheme import LinearPart, NewWeight, WeightSlot
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, WeightSlot, ignore
 from runtime.models.checkpoint_parts import Sliceable
 from runtime.models.sharing import expert_unit
-from runtime.models.weights import FusedTensor, NamedTensors, WeightTable, ignore
+from runtime.models.weights import FusedTensor, NamedTensors, WeightTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _parts_of(names: ExpertNames, prefix: str, hidden: int, inner: int, cut: sli
 
 def _unread(slot: WeightSlot) -> WeightSlot:
     """The slot of a tensor that must be in the checkpoint but that only another rank reads."""
-    return replace(slot, index=tuple(slice(0, 0) for _ in slot.index), put=ignore)
+    return replace(slot, index=tuple(slice(0, 0) for _ in slot.index), put=ignore, joint=None)
 
 
 def _accept_fused(table: WeightTable, names: ExpertNames, total: int, hidden: int, inner: int, forms: Iterable[FusedForm]) -> None:

@@ -12,7 +12,7 @@ from runtime.distributed.parallel_group import WHOLE, ParallelGroup, Shard
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
-from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, WeightSlot
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, WeightSlot, ignore
 from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of, wrong_shape
 from runtime.models.context import ModelContext
 from runtime.models.parallel_store import store_in_threads
@@ -232,10 +232,6 @@ class WeightTable:
         if self._quant is None or not self._quant.other_scale_name or not name.endswith("." + self._quant.other_scale_name):
             return name
         return name.removesuffix(self._quant.other_scale_name) + self._quant.scale_name
-
-
-def ignore(part: torch.Tensor) -> None:
-    """Store nothing."""
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from runtime.config.quant_config import INT4_GROUP as GROUP
 from runtime.config.quant_config import Int4Format
 from runtime.errors import ConfigError
 from runtime.layers.quantization.dense import DENSE
-from runtime.layers.quantization.int4_checkpoint import Destination, stored_slots
+from runtime.layers.quantization.int4_checkpoint import stored_slots
 from runtime.layers.quantization.int4_layouts import Int4Layout, layout_of, layout_on, row_blocks
 from runtime.layers.quantization.int8 import Int8, blocked_matmul, prompts_use_gemms
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
@@ -78,14 +78,7 @@ class Int4(QuantScheme):
             )
         if self._stored is None:
             return {part.prefix + ".weight": self._quantized(part, storage, layout)}
-        return stored_slots(
-            part,
-            self._stored,
-            Destination(
-                lambda rows, codes: layout.put_codes(storage, _shifted(rows, part.start), codes),
-                lambda scale, minimum: layout.put_numbers(storage, part.rows, scale, minimum),
-            ),
-        )
+        return stored_slots(part, self._stored, layout, storage)
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`.
@@ -120,10 +113,10 @@ class Int4(QuantScheme):
                 raise ConfigError(f"tensor {part.prefix}.weight holds numbers beyond {LARGEST}, too large for int4. Use {other}.")
             moved = own.to(storage.weight.device)
             for some in row_blocks(len(moved), moved.shape[1], moved.device):
-                rows = _shifted(some, part.start)
-                codes, scale, minimum = quantize(moved[some], layout.zero_points)
+                rows = slice(part.start + some.start, part.start + some.stop)
+                codes, scale, offset = quantize(moved[some], layout.zero_points)
                 layout.put_codes(storage, rows, codes)
-                layout.put_numbers(storage, rows, scale, minimum)
+                layout.put_numbers(storage, rows, scale, offset)
 
         return WeightSlot(part.shape, part.index, put, finite=True)
 
@@ -141,19 +134,17 @@ def quantize(rows: torch.Tensor, zero_points: bool = False) -> tuple[torch.Tenso
         zero_points: minima are multiples of the scales, at most zero.
 
     Returns:
-        Codes uint8 [out, in], scales and minima float16 [out, in / 32].
+        Codes uint8 [out, in], and float16 [out, in / 32]: scales, and zero points if `zero_points` or else minima.
     """
     groups = rows.float().contiguous().unflatten(1, (-1, GROUP))  # gpt-oss stores its experts transposed
     minimum, maximum = groups.amin(dim=2, keepdim=True).half(), groups.amax(dim=2, keepdim=True)
     if zero_points:
         minimum, maximum = minimum.clamp(max=0), maximum.clamp(min=0)
     scale = ((maximum - minimum.float()) / LARGEST_CODE).half()
+    offset = minimum
     if zero_points:
-        minimum = torch.where(scale == 0, 0.0, (minimum.float() / scale.float()).round() * scale.float()).half()
+        offset = torch.where(scale == 0, 0.0, (minimum.float() / -scale.float()).round()).half()
+        minimum = (offset * -scale.float()).half()
     smallest = torch.finfo(torch.float32).tiny  # all columns of a group may be equal
     codes = (groups - minimum.float()).div_(scale.float().clamp_(min=smallest)).round_().clamp_(0, LARGEST_CODE).to(torch.uint8)
-    return codes.flatten(1), scale.squeeze(2), minimum.squeeze(2)
-
-
-def _shifted(rows: slice, start: int) -> slice:
-    return slice(start + rows.start, start + rows.stop)
+    return codes.flatten(1), scale.squeeze(2), offset.squeeze(2)

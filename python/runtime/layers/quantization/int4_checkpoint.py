@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from runtime.config.quant_config import Int4Format
 from runtime.errors import ConfigError
-from runtime.layers.quantization.int4_layouts import row_blocks
-from runtime.layers.quantization.scheme import Index, LinearPart, WeightSlot
+from runtime.layers.quantization.int4_layouts import Int4Layout, row_blocks
+from runtime.layers.quantization.scheme import Index, Joint, LinearPart, Rule, Storage, WeightSlot, ignore
 
 WORD_CODES = 8
 """Codes of an int32 word."""
 LARGEST_SCALE = 65504 // 16
 """The largest scale whose product with any zero point fits into float16."""
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For each of eight outputs, its place in AWQ's words, whose lowest bits are of outputs 0, 2, 4, 6, 1, 3, 5 and 7."""
-IN_ORDER = tuple(range(WORD_CODES))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """Codes of a matrix [out, n] in int32 words, the first in the lowest bits.
+    """Codes of a matrix [out, n] in int32 words, the first in the lowest bits. Calling it unpacks them.
 
     Attributes:
         name: suffix of the tensor's name.
         transposed: whether the tensor is [n, out].
         along_out: whether a word holds codes of eight outputs; otherwise of eight columns.
-        places: the place of each of the eight codes in a word.
+        interleaved: whether the codes in a word are of outputs 0, 2, 4, 6, 1, 3, 5 and 7, in this order.
+        offset: added to the codes.
     """
 
     name: str
     transposed: bool
     along_out: bool
-    places: tuple[int, ...] = IN_ORDER
+    interleaved: bool = False
+    offset: int = 0
 
     def shape(self, out: int, columns: int) -> tuple[int, ...]:
         """The tensor's shape."""
@@ -48,14 +46,16 @@ class PackedForm:
         packed = (_words(rows), columns) if self.along_out else (rows, _words(columns))
         return packed[::-1] if self.transposed else packed
 
-    def codes(self, words: torch.Tensor) -> torch.Tensor:
-        """The codes uint8 [out, n] of a part of the tensor."""
-        lines = words.t() if self.transposed != self.along_out else words
-        octets = lines.contiguous().view(torch.uint8)
-        codes = torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
-        if self.places != IN_ORDER:
-            codes = codes.unflatten(-1, (-1, WORD_CODES))[..., self.places].flatten(-2)
-        return codes.t() if self.along_out else codes
+    def __call__(self, words: torch.Tensor) -> torch.Tensor:
+        """The codes uint8 [..., out, n] of parts [..., rows, columns] of the tensor."""
+        lines = words.mT if self.transposed != self.along_out else words
+        octets, last = lines.contiguous().view(torch.uint8), -1
+        if self.interleaved:  # bytes 0 and 2 of a word hold outputs 0 to 3: the even ones and the odd ones
+            octets, last = octets.unflatten(-1, (-1, 2, 2)).mT, -2
+        codes = torch.stack((octets & 15, octets >> 4), dim=last).flatten(words.dim() - 1)
+        if self.offset:
+            codes += self.offset
+        return codes.mT if self.along_out else codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,9 @@ class TensorForms:
 
 
 FORMS: Mapping[str, TensorForms] = {
-    "awq": TensorForms(PackedForm("qweight", True, True, AWQ_PLACES), PackedForm("qzeros", True, True, AWQ_PLACES), "scales", "g_idx"),
+    "awq": TensorForms(
+        PackedForm("qweight", True, True, interleaved=True), PackedForm("qzeros", True, True, interleaved=True), "scales", "g_idx"
+    ),
     "gptq": TensorForms(PackedForm("qweight", True, False), PackedForm("qzeros", True, True), "scales", "g_idx"),
     "compressed-tensors": TensorForms(
         PackedForm("weight_packed", False, False), PackedForm("weight_zero_point", False, True), "weight_scale", "weight_g_idx"
@@ -85,37 +87,52 @@ FORMS: Mapping[str, TensorForms] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
-    """Stores rows of a layer's part, counted from its first.
+class ScaleRule(Rule):
+    """Products of scales and zero points fit into float16."""
 
-    Attributes:
-        put_codes: takes codes uint8 [rows, in].
-        put_numbers: takes scales and minima float16 [rows, in / group] of all rows.
-    """
+    def is_broken(self, parts: torch.Tensor) -> torch.Tensor:
+        """As in `Rule`."""
+        return parts.abs().max() > LARGEST_SCALE
 
-    put_codes: Callable[[slice, torch.Tensor], object]
-    put_numbers: Callable[[torch.Tensor, torch.Tensor], object]
-
-
-class _Numbers:
-    """Stores scales and zero points when both have been read. They come in any order, possibly from several threads."""
-
-    def __init__(self, count: int, store: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
-        self._count, self._store = count, store
-        self._held: dict[str, torch.Tensor] = {}
-        self._lock = threading.Lock()
-
-    def put(self, name: str, values: torch.Tensor) -> None:
-        """Take one of them; it is copied, because its memory is reused."""
-        with self._lock:
-            self._held[name] = values.clone()
-            if len(self._held) < self._count:
-                return
-            held, self._held = self._held, {}
-        self._store(held)
+    def error(self, name: str, part: torch.Tensor) -> ConfigError:
+        """As in `Rule`."""
+        return ConfigError(f"tensor {name} holds numbers beyond {LARGEST_SCALE}, too large for int4. Use another checkpoint.")
 
 
-def stored_slots(part: LinearPart, form: Int4Format, to: Destination) -> Mapping[str, WeightSlot]:
+@dataclass(frozen=True, slots=True)
+class OrderRule(Rule):
+    """The groups of the columns from `first` on are in order."""
+
+    first: int
+    group: int
+
+    def is_broken(self, parts: torch.Tensor) -> torch.Tensor:
+        """As in `Rule`."""
+        columns = torch.arange(self.first, self.first + parts.shape[1], dtype=parts.dtype, device=parts.device)
+        return (parts != columns // self.group).any()
+
+    def error(self, name: str, part: torch.Tensor) -> ConfigError:
+        """As in `Rule`."""
+        return ConfigError(
+            f"tensor {name} does not list the groups of columns in order: activation order is not supported. "
+            "Use a checkpoint that was quantized with desc_act false."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NoBiasRule(Rule):
+    """All numbers are zero."""
+
+    def is_broken(self, parts: torch.Tensor) -> torch.Tensor:
+        """As in `Rule`."""
+        return parts.any()
+
+    def error(self, name: str, part: torch.Tensor) -> ConfigError:
+        """As in `Rule`."""
+        return ConfigError(f"tensor {name} is not zero, but the model has no bias there. Use another checkpoint.")
+
+
+def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage: Storage) -> Mapping[str, WeightSlot]:
     """The slots of the tensors of one part; its columns are whole groups.
 
     Raises:
@@ -125,62 +142,39 @@ def stored_slots(part: LinearPart, form: Int4Format, to: Destination) -> Mapping
     if form.zeros:
         _check_rows(part)
     groups = slice(columns.start // form.group, columns.stop // form.group)
-    scales_name = f"{part.prefix}.{forms.scales}"
-    numbers = _Numbers(1 + form.zeros, lambda held: to.put_numbers(*_factors(scales_name, held["scales"], held.get("zeros"), form)))
+    put_scales, put_zeros = layout.numbers(storage, part.rows, form.zeros)
 
     def put_codes(words: torch.Tensor) -> None:
         for some in row_blocks(rows.stop - rows.start, columns.stop - columns.start, words.device):
-            to.put_codes(some, forms.codes.codes(words[forms.codes.index(some, slice(None))]).contiguous())
+            own = slice(part.start + some.start, part.start + some.stop)
+            layout.put_codes(storage, own, forms.codes(words[forms.codes.index(some, slice(None))]))
 
-    def put_scales(values: torch.Tensor) -> None:
-        numbers.put("scales", values.t() if forms.zeros.transposed else values)
-
-    swap = -1 if forms.zeros.transposed else 1
+    swap, to_scales = (-1, lambda scales: put_scales(scales.t())) if forms.zeros.transposed else (1, put_scales)
     slots = {
-        f"{part.prefix}.{forms.codes.name}": WeightSlot(
-            forms.codes.shape(out, width), forms.codes.index(rows, columns), put_codes, torch.int32
+        forms.codes.name: WeightSlot(
+            forms.codes.shape(out, width),
+            forms.codes.index(rows, columns),
+            put_codes,
+            torch.int32,
+            layout.joint(storage, part.rows, forms.codes),
         ),
-        scales_name: WeightSlot((out, width // form.group)[::swap], (rows, groups)[::swap], put_scales, finite=True),
-        **_checked_slots(part, form, forms.order),
+        forms.scales: WeightSlot((out, width // form.group)[::swap], (rows, groups)[::swap], to_scales, finite=True, rule=ScaleRule()),
+        forms.order: WeightSlot(
+            (width,), (columns,), ignore, torch.int32, rule=OrderRule(columns.start, form.group), optional=not form.ordered
+        ),
     }
     if form.zeros:
-        slots[f"{part.prefix}.{forms.zeros.name}"] = WeightSlot(
+        unpack = replace(forms.zeros, offset=form.zero_offset)
+        slots[forms.zeros.name] = WeightSlot(
             forms.zeros.shape(out, width // form.group),
             forms.zeros.index(rows, groups),
-            lambda words: numbers.put("zeros", forms.zeros.codes(words)),
+            lambda words: put_zeros(unpack(words)),
             torch.int32,
+            Joint(unpack, put_zeros),
         )
-    return slots
-
-
-def _checked_slots(part: LinearPart, form: Int4Format, suffix: str) -> Mapping[str, WeightSlot]:
-    """Slots of tensors that are only checked: the group of each column, and biases of zeros, which GPTQ tools add to all layers."""
-    (rows, columns), name, bias = part.index, f"{part.prefix}.{suffix}", f"{part.prefix}.bias"
-
-    def check(groups: torch.Tensor) -> None:
-        if not torch.equal(groups, torch.arange(columns.start, columns.stop, dtype=groups.dtype, device=groups.device) // form.group):
-            raise ConfigError(
-                f"tensor {name} does not list the groups of columns in order: activation order is not supported. "
-                "Use a checkpoint that was quantized with desc_act false."
-            )
-
-    def check_bias(values: torch.Tensor) -> None:
-        if bool(values.any()):
-            raise ConfigError(f"tensor {bias} is not zero, but the model has no bias there. Use another checkpoint.")
-
-    slots = {name: WeightSlot(part.shape[1:], (columns,), check, torch.int32, optional=not form.ordered)}
-    if form.name == "gptq":
-        slots[bias] = WeightSlot(part.shape[:1], (rows,), check_bias, optional=True)
-    return slots
-
-
-def _factors(name: str, scales: torch.Tensor, zeros: torch.Tensor | None, form: Int4Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales and the minima float16 [rows, in / group]: a weight is `code * scale + minimum`."""
-    if scales.numel() and float(scales.abs().max()) > LARGEST_SCALE:
-        raise ConfigError(f"tensor {name} holds numbers beyond {LARGEST_SCALE}, too large for int4. Use another checkpoint.")
-    scale = scales.half()
-    zero = 8.0 if zeros is None else zeros.float() + form.zero_offset
-    return scale, (scale.float() * -zero).half()
+    if form.name == "gptq":  # its tools add biases of zeros to all layers
+        slots["bias"] = WeightSlot((out,), (rows,), ignore, rule=NoBiasRule(), optional=True)
+    return {f"{part.prefix}.{suffix}": slot for suffix, slot in slots.items()}
 
 
 def _check_rows(part: LinearPart) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from runtime.layers.quantization.scheme import NewWeight, Storage
+from runtime.layers.quantization.scheme import Joint, NewWeight, Storage
 
 PACKED_ROWS = 64
 """Rows that are packed together in the CPU kernel's format. A part that starts within such a group cannot be packed separately."""
@@ -21,6 +23,11 @@ RUN = 16
 """Bytes of a run of 32 columns in the layout for GPUs."""
 NUMBER_BYTES = 4
 """The scale and the minimum of a group, in float16."""
+ZERO_POINT = 8
+"""The zero point of codes without stored ones."""
+
+Put = Callable[[torch.Tensor], object]
+Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Int4Layout(Protocol):
@@ -44,8 +51,19 @@ class Int4Layout(Protocol):
         """Store codes uint8 [rows, in], 0 to 15."""
         ...
 
-    def put_numbers(self, storage: Storage, rows: slice, scale: torch.Tensor, minimum: torch.Tensor) -> None:
-        """Store the scales and minima float16 [rows, in / group] of the groups. If `zero_points`, minima are multiples of the scales."""
+    def joint(self, storage: Storage, rows: slice, unpack: Convert) -> Joint | None:
+        """How to store codes of several weights: `unpack` returns them, uint8 [n, rows, in]. None if each is stored by `put_codes`."""
+        ...
+
+    def put_numbers(self, storage: Storage, rows: slice, scale: torch.Tensor, offset: torch.Tensor) -> None:
+        """Store the scales, and the zero points or minima, of the groups: float16 [rows, in / group]."""
+        ...
+
+    def numbers(self, storage: Storage, rows: slice, zeros: bool) -> tuple[Put, Put]:
+        """Calls that store scales [rows, in / group], and zero points 0 to 16, in any order, possibly from several threads.
+
+        `zeros`: whether there are zero points; otherwise all of them are 8.
+        """
         ...
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
@@ -89,18 +107,37 @@ class CpuLayout(Int4Layout):
 
     def put_codes(self, storage: Storage, rows: slice, codes: torch.Tensor) -> None:
         """As in `Int4Layout`."""
+        codes = codes.contiguous()
         both = codes.view(torch.int16)  # of two columns, the first in the low byte
         pairs = (both | both >> 4).to(torch.uint8)
         self._groups(storage)[rows, :, : self.group // 2] = pairs.unflatten(1, (-1, self.group // 2))
         if storage.packed is not None:
             storage.packed[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
 
-    def put_numbers(self, storage: Storage, rows: slice, scale: torch.Tensor, minimum: torch.Tensor) -> None:
+    def joint(self, storage: Storage, rows: slice, unpack: Convert) -> Joint | None:
+        """As in `Int4Layout`. The codes of one weight fill the caches."""
+        return None
+
+    def put_numbers(self, storage: Storage, rows: slice, scale: torch.Tensor, offset: torch.Tensor) -> None:
         """As in `Int4Layout`. The kernel computes `(code - 8) * scale + value of code 8`."""
-        self._groups(storage)[rows, :, self.group // 2 :] = torch.stack((scale, minimum), dim=2).view(torch.uint8)
+        self._groups(storage)[rows, :, self.group // 2 :] = torch.stack((scale, offset), dim=2).view(torch.uint8)
         if storage.scale is not None:
-            factors = torch.stack((scale.float(), minimum.float() + 8 * scale.float()), dim=2)
+            factors = torch.stack((scale.float(), offset.float() + 8 * scale.float()), dim=2)
             storage.scale[:, rows] = factors.to(torch.bfloat16).transpose(0, 1)
+
+    def numbers(self, storage: Storage, rows: slice, zeros: bool) -> tuple[Put, Put]:
+        """As in `Int4Layout`. A minimum needs both."""
+        held, lock = dict[str, torch.Tensor](), threading.Lock()
+
+        def put(name: str, values: torch.Tensor) -> None:
+            with lock:
+                held[name] = values.to(torch.float16, copy=True)  # its memory is reused
+                if len(held) <= zeros:
+                    return
+                scale, zero = held.pop("scale"), held.pop("zero", ZERO_POINT)
+            self.put_numbers(storage, rows, scale, (scale.float() * -zero).half())
+
+        return partial(put, "scale"), partial(put, "zero")
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """As in `Int4Layout`."""
@@ -149,13 +186,25 @@ class GpuLayout(Int4Layout):
 
     def put_codes(self, storage: Storage, rows: slice, codes: torch.Tensor) -> None:
         """As in `Int4Layout`."""
-        low, high = codes.unflatten(1, (-1, 2, RUN)).unbind(2)
-        storage.weight[rows] = (low | high << 4).flatten(1)
+        storage.weight[rows] = in_runs(codes)
 
-    def put_numbers(self, storage: Storage, rows: slice, scale: torch.Tensor, minimum: torch.Tensor) -> None:
+    def joint(self, storage: Storage, rows: slice, unpack: Convert) -> Joint | None:
         """As in `Int4Layout`."""
-        zero = torch.where(scale == 0, 0.0, (minimum.float() / -scale.float()).round())
-        storage.scales[rows] = torch.stack((scale, zero.half()), dim=2)
+        return Joint(Repacking(unpack), storage.weight[rows].copy_)
+
+    def put_numbers(self, storage: Storage, rows: slice, scale: torch.Tensor, offset: torch.Tensor) -> None:
+        """As in `Int4Layout`."""
+        storage.scales[rows] = torch.stack((scale, offset), dim=2)
+
+    def numbers(self, storage: Storage, rows: slice, zeros: bool) -> tuple[Put, Put]:
+        """As in `Int4Layout`."""
+        scale, zero = storage.scales[rows].unbind(2)
+
+        def put_scales(values: torch.Tensor) -> None:
+            scale.copy_(values)
+            zero.fill_(ZERO_POINT)
+
+        return scale.copy_ if zeros else put_scales, zero.copy_
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """As in `Int4Layout`."""
@@ -167,6 +216,23 @@ class GpuLayout(Int4Layout):
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """As in `Int4Layout`."""
         return storage.at(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Repacking:
+    """Converts tensors of which `unpack` returns the codes [n, rows, in] to bytes in the layout for GPUs."""
+
+    unpack: Convert
+
+    def __call__(self, words: torch.Tensor) -> torch.Tensor:
+        """Bytes [n, rows, in / 2]."""
+        return in_runs(self.unpack(words))
+
+
+def in_runs(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., in / 2] in the layout for GPUs of codes [..., in]."""
+    low, high = codes.unflatten(-1, (-1, 2, RUN)).unbind(-2)
+    return (low | high << 4).flatten(-2)
 
 
 def layout_on(device: torch.device, group: int) -> Int4Layout:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from runtime.errors import ConfigError
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import AtMost, GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 GROUP = 32
 """Columns that share a scale."""
@@ -61,7 +61,9 @@ class Mxfp4(QuantScheme):
                 lambda codes: weight.copy_(core_matrices(_regroup(codes))),
                 torch.uint8,
             ),
-            part.prefix + ".weight_scales": WeightSlot((out, width // GROUP), (rows, groups), scale.copy_, torch.uint8, largest=LARGEST),
+            part.prefix + ".weight_scales": WeightSlot(
+                (out, width // GROUP), (rows, groups), scale.copy_, torch.uint8, rule=AtMost(LARGEST)
+            ),
         }
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:

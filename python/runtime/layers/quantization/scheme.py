@@ -10,7 +10,50 @@ from typing import Literal, Protocol
 import torch
 from torch.nn import functional as F
 
+from runtime.errors import ConfigError
+
 Index = tuple[slice, ...]
+
+
+class Rule(Protocol):
+    """What the numbers of a tensor must be like. Parts whose slots have equal rules are checked together."""
+
+    def is_broken(self, parts: torch.Tensor) -> torch.Tensor:
+        """One bool on the device: whether any of the parts [n, *shape], none of them empty, breaks the rule."""
+        ...
+
+    def error(self, name: str, part: torch.Tensor) -> ConfigError:
+        """The error for a part of tensor `name` that breaks it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost(Rule):
+    """No number exceeds `largest`."""
+
+    largest: int
+
+    def is_broken(self, parts: torch.Tensor) -> torch.Tensor:
+        """As in `Rule`."""
+        return parts.max() > self.largest
+
+    def error(self, name: str, part: torch.Tensor) -> ConfigError:
+        """As in `Rule`."""
+        most = part.max().item()
+        return ConfigError(f"tensor {name} holds {most}; at most {self.largest} is supported")
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """How small parts of one shape are stored together: with fewer torch operations than by `WeightSlot.put` for each of them.
+
+    Attributes:
+        convert: converts parts [n, *shape], of slots whose `convert` compares equal, to [n, ...].
+        put: stores one of the converted parts.
+    """
+
+    convert: Callable[[torch.Tensor], torch.Tensor]
+    put: Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +64,11 @@ class WeightSlot:
         shape: shape of the whole tensor in the checkpoint.
         index: the part of it that this process loads.
         put: stores that part, given as a tensor of `dtype` on any device.
+        joint: stores several parts; None to store each with `put`.
         dtype: required dtype of the tensor; None for any floating-point dtype.
         broadcast: whether one number may be broadcast to all, and dimensions of 1 may be missing.
         finite: whether all numbers must be finite.
-        largest: the largest allowed number; None for any.
+        rule: what else is required of the numbers.
         optional: whether the checkpoint may lack the tensor.
     """
 
@@ -32,9 +76,10 @@ class WeightSlot:
     index: Index
     put: Callable[[torch.Tensor], object]
     dtype: torch.dtype | None = None
+    joint: Joint | None = None
     broadcast: bool = False
     finite: bool = False
-    largest: int | None = None
+    rule: Rule | None = None
     optional: bool = False
 
     def index_of(self, shape: tuple[int, ...]) -> Index | None:
@@ -44,6 +89,10 @@ class WeightSlot:
         if self.broadcast and math.prod(shape) == 1:
             return (slice(None),) * len(shape)
         return self.index[: len(shape)] if self.broadcast and shape == self.shape[: len(shape)] else None
+
+
+def ignore(part: torch.Tensor) -> None:
+    """Store nothing."""
 
 
 @dataclass(frozen=True, slots=True)

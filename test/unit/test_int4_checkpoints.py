@@ -497,7 +497,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     awq, compressed = (named(packed(random(64, 128), FORMS[name])[0], "a") for name in ("awq", "compressed"))
     for form, tensors, said in (
         ("awq", {name: tensor for name, tensor in awq.items() if "zeros" not in name}, r"lacks a\.qzeros"),
-        ("gptq-ordered", named(packed(random(64, 128), FORMS["gptq-128"])[0], "a"), r"tensor a\.qzeros has shape \[1, 8\]; config"),
+        ("gptq-ordered", named(packed(random(64, 128), FORMS["gptq-128"])[0], "a"), r"a\.qzeros has shape \[1, 8\]; group_size 32 in"),
         ("gptq-ordered", named(packed(random(64, 128), replace(FORMS["gptq"], order=False))[0], "a"), r"lacks a\.g_idx"),
         ("awq", awq | {"a.scales": torch.full_like(awq["a.scales"], torch.inf)}, r"tensor a\.scales holds infinity where numbers must"),
         ("awq", awq | {"a.scales": torch.full_like(awq["a.scales"], torch.nan)}, r"tensor a\.scales holds NaN"),
@@ -507,6 +507,23 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             loading(FORMS[form], tensors)
+
+
+@pytest.mark.parametrize(("stored", "form", "name", "shapes"), [
+    ("gptq", "gptq-128", "scales", ([4, 64], [1, 64])), ("gptq-128", "gptq", "qzeros", ([1, 8], [4, 8])),
+    ("awq", "awq-128", "scales", ([4, 64], [1, 64])), ("compressed-128", "compressed", "weight_scale", ([64, 1], [64, 4])),
+])  # fmt: skip
+def test_another_group_size_than_that_of_the_tensors_is_named(stored: str, form: str, name: str, shapes: Any) -> None:
+    tensors, size = named(packed(random(64, 128), FORMS[stored])[0], "a"), FORMS[form].group
+    misfits = {
+        each: tensors.pop(each) for each in list(tensors) if each.endswith(("zeros", "scales", "scale", "point")) and name not in each
+    }
+    said = re.escape(f"tensor a.{name} has shape {shapes[0]}; group_size {size} in quantization_config asks for {shapes[1]}. Correct it")
+    with pytest.raises(ConfigError, match=said):
+        loading(FORMS[form], tensors | misfits)
+    tensors[f"a.{name}"] = torch.cat((tensors[f"a.{name}"],) * 2, dim=1 if stored != "compressed-128" else 0)
+    with pytest.raises(ConfigError, match=rf"a\.{name} has shape .*; config\.json asks for"):
+        loading(FORMS[form], tensors)
 
 
 @pytest.mark.parametrize(("form", "ranks", "partition", "sizes", "said"), [

@@ -38,7 +38,7 @@ def parts_of(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> Itera
     for slot in slots:
         index = slot.index_of(tuple(tensor.shape))
         if index is None:
-            raise wrong_shape(name, tensor, slot.shape)
+            raise _misfit(name, tuple(tensor.shape), slot) or wrong_shape(name, tensor, slot.shape)
         values = tensor[index]
         if not (values.dtype.is_floating_point if slot.dtype is None else values.dtype is slot.dtype):
             expected = "floating-point numbers" if slot.dtype is None else slot.dtype
@@ -54,6 +54,19 @@ def in_memory(values: Values) -> torch.Tensor:
 def wrong_shape(name: str, tensor: Sliceable, shape: Sequence[int]) -> ConfigError:
     """The error for a tensor whose shape is not the model's."""
     return ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
+
+
+def _misfit(name: str, shape: tuple[int, ...], slot: WeightSlot) -> ConfigError | None:
+    """The error for a tensor that would have the right shape with another `group_size`; None for other tensors."""
+    if slot.groups is None:
+        return None
+    at, columns = slot.groups
+    if shape != (*slot.shape[:at], *shape[at : at + 1], *slot.shape[at + 1 :]):
+        return None
+    return ConfigError(
+        f"tensor {name} has shape {list(shape)}; group_size {columns} in quantization_config asks for {list(slot.shape)}. "
+        "Correct it, or use another checkpoint."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
     if form.zeros:
         _check_rows(part)
     groups = slice(columns.start // form.group, columns.stop // form.group)
+    counted = (0 if forms.zeros.transposed else 1, form.group)
     put_scales, put_zeros = layout.numbers(storage, part.rows, form.zeros)
 
     def put_codes(words: torch.Tensor) -> None:
@@ -158,7 +159,9 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
             torch.int32,
             layout.joint(storage, part.rows, forms.codes),
         ),
-        forms.scales: WeightSlot((out, width // form.group)[::swap], (rows, groups)[::swap], to_scales, finite=True, rule=ScaleRule()),
+        forms.scales: WeightSlot(
+            (out, width // form.group)[::swap], (rows, groups)[::swap], to_scales, finite=True, rule=ScaleRule(), groups=counted
+        ),
         forms.order: WeightSlot(
             (width,), (columns,), ignore, torch.int32, rule=OrderRule(columns.start, form.group), optional=not form.ordered
         ),
@@ -171,6 +174,7 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
             lambda words: put_zeros(unpack(words)),
             torch.int32,
             Joint(unpack, put_zeros),
+            groups=counted,
         )
     if form.name == "gptq":  # its tools add biases of zeros to all layers
         slots["bias"] = WeightSlot((out,), (rows,), ignore, rule=NoBiasRule(), optional=True)

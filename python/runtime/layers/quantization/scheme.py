@@ -70,6 +70,7 @@ class WeightSlot:
         finite: whether all numbers must be finite.
         rule: what else is required of the numbers.
         optional: whether the checkpoint may lack the tensor.
+        groups: the dimension that counts groups of columns, and the checkpoint's `group_size`; None without such a dimension.
     """
 
     shape: tuple[int, ...]
@@ -81,6 +82,7 @@ class WeightSlot:
     finite: bool = False
     rule: Rule | None = None
     optional: bool = False
+    groups: tuple[int, int] | None = None
 
     def index_of(self, shape: tuple[int, ...]) -> Index | None:
         """The part to read of a tensor of `shape`; None if the shape is wrong."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.config.machine import ask_for_steady_sums
 from warm_start import warm_start
 
 FIRST = ("test_storm.py", "test_stable_rows.py")
@@ -23,6 +24,7 @@ with suppress(ImportError):  # the tests for GPUs do without it
     settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy machine")
 
+ask_for_steady_sums()
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)  # without certificates: httpx reads all of them for each client, 20 ms of a core
 

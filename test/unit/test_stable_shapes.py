@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from runtime.config import machine
 from runtime.layers.attention import stable_shapes
 from runtime.layers.attention.stable_shapes import HeadKind, StableShapes, any_shapes, find_stable_shapes
 
@@ -47,3 +53,52 @@ def test_keys_fill_pairs_of_vectors_if_prompts_sum_others_differently(monkeypatc
     shapes = find_stable_shapes.__wrapped__(frozenset({HeadKind(64, 64, torch.bfloat16)}))
     assert [shapes.key_count(keys) for keys in (1, 32, 33, 512, 513, 600)] == [32, 32, 64, 512, 544, 608]
     assert shapes.min_rows == 1
+
+
+def test_without_stable_shapes_only_vectors_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with AVX2 alone, if long prompts, whose blocks have more queries, are summed in another order."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
+        return torch.full(q.shape, float(q.shape[2] >= 192))
+
+    monkeypatch.setattr(stable_shapes.F, "scaled_dot_product_attention", attend)
+    assert find_stable_shapes.__wrapped__(frozenset({HeadKind(64, 64, torch.float32)})) == any_shapes()
+
+
+@pytest.mark.parametrize(
+    ("cpu", "asked"),
+    [
+        ("vendor_id : GenuineIntel\nflags : avx2 fma", "AUTO,STRICT"),
+        ("vendor_id : GenuineIntel\nflags : avx2 avx512f", None),
+        ("vendor_id : AuthenticAMD\nflags : avx2", None),
+        ("", None),
+    ],
+)
+def test_mkl_is_asked_for_steady_sums_where_it_has_no_others(monkeypatch: pytest.MonkeyPatch, cpu: str, asked: str | None) -> None:
+    variables = dict[str, str]()
+    monkeypatch.setattr(machine, "text_of", lambda path: cpu)
+    monkeypatch.setattr(machine.os, "environ", variables)
+    machine.ask_for_steady_sums()
+    assert variables.get("MKL_CBWR") == asked
+    variables["MKL_CBWR"] = "COMPATIBLE"
+    machine.ask_for_steady_sums()
+    assert variables["MKL_CBWR"] == "COMPATIBLE"
+
+
+AVX2_ALONE = """
+import torch
+from runtime.config import machine
+from runtime.layers.attention.stable_shapes import HeadKind, find_stable_shapes
+machine.text_of = lambda path: "GenuineIntel avx2"
+machine.ask_for_steady_sums()
+print(find_stable_shapes(frozenset({HeadKind(64, 64, torch.float32)})).min_rows)
+weight, x = torch.randn(64, 512), torch.randn(300, 512)
+print(all(torch.equal(x[:rows] @ weight.T, (x @ weight.T)[:rows]) for rows in (1, 2, 3, 5, 8, 24, 33)))
+"""
+
+
+@pytest.mark.skipif("GenuineIntel" not in Path("/proc/cpuinfo").read_text(), reason="needs a processor whose AVX-512 MKL can leave unused")
+def test_steady_sums_give_a_query_the_same_bits_with_avx2_alone() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"} | {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    found = subprocess.run([sys.executable, "-c", AVX2_ALONE], env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.split() == ["1", "True"]

@@ -70,6 +70,17 @@ def probe() -> MachineFacts:
     return MachineFacts(cores=_cores(), memory=memory, gpus=_gpus(), packages=packages, cpu=_cpu(), threads=_threads(), nvcc=_nvcc())
 
 
+def ask_for_steady_sums() -> None:
+    """Let MKL sum a row of a float32 GEMM in the same order for any number of rows; call it before the first GEMM of this process.
+
+    Only on Intel processors without AVX-512, where it never does so unasked. On others `layers/attention/stable_shapes.py` finds shapes
+    for which it does, and small GEMMs would be slower.
+    """
+    cpu = text_of(Path("/proc/cpuinfo"))
+    if "GenuineIntel" in cpu and "avx512f" not in cpu:
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
 def _cores() -> int:
     allowed = len(os.sched_getaffinity(0))
     quota, _, period = text_of(CGROUPS / "cpu.max").partition(" ")

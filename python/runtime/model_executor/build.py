@@ -14,6 +14,7 @@ from runtime.batch import WorkerLimits
 from runtime.config.cache import least_tokens
 from runtime.config.device_tuning import CPU
 from runtime.config.host_memory import MIB, host_memory
+from runtime.config.machine import ask_for_steady_sums
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.attention.registry import backend_class
@@ -81,6 +82,7 @@ def build_worker(
     Raises:
         ConfigError: the model or the drafter does not support the configuration, or memory does not suffice.
     """
+    ask_for_steady_sums()
     context = make_context(config, options, group)
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)

@@ -20,6 +20,8 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 """Numbers of queries to test."""
 PROMPT_REPEATS = 4
 """Copies of a block of queries that make a prompt: with AMX the kernel runs other GEMMs from about 64 queries on."""
+LONG_REPEATS = (6, 24)
+"""The same for prompts whose blocks have 64 and 256 queries."""
 TRIED_COLUMNS = 512
 """Columns of all heads of a trial in 16 bits."""
 
@@ -64,8 +66,13 @@ class HeadKind:
 
 @functools.cache
 def find_stable_shapes(kinds: frozenset[HeadKind]) -> StableShapes:
-    """Try all shapes on this CPU against whole blocks, for all `kinds` of heads; takes about 0.1 s for each, 0.3 s in 16 bits."""
+    """Try all shapes on this CPU against whole blocks, for all `kinds` of heads; takes about 0.1 s for each, 0.3 s in 16 bits.
+
+    If blocks of other sizes give other bits even with all keys, no shapes do: then `any_shapes`.
+    """
     trials = [_Trial(kind) for kind in kinds]
+    if not all(trial.same_in_prompt(KEY_BLOCK, repeats) for trial in trials for repeats in (PROMPT_REPEATS, *LONG_REPEATS)):
+        return any_shapes()
     wrong = [keys for keys in KEY_COUNTS if not all(trial.same(ROW_BLOCK, keys) and trial.same_in_prompt(keys) for trial in trials)]
     # In 16 bits a trial may show no difference by chance: numbers between two wrong ones count as wrong.
     stable = [keys for keys in KEY_COUNTS if not wrong or keys < wrong[0] or keys > wrong[-1]]
@@ -79,7 +86,7 @@ def find_stable_shapes(kinds: frozenset[HeadKind]) -> StableShapes:
 
 
 def any_shapes() -> StableShapes:
-    """Only whole vectors of keys, for devices that need not give equal bits."""
+    """Only whole vectors of keys, for devices that cannot or need not give equal bits."""
     return StableShapes(1, _round_up(KEY_COUNTS))
 
 
@@ -97,10 +104,10 @@ class _Trial:
         count = ROW_BLOCK // rows * rows
         return all(torch.equal(self._attend(rows, keys, seen), self._whole[seen][:, :count]) for seen in (keys, keys - 1))
 
-    def same_in_prompt(self, keys: int) -> bool:
-        """Whether the queries of a prompt over `keys` keys give the same bits as in whole blocks."""
-        wholes = {seen: self._whole[seen].repeat(1, PROMPT_REPEATS, 1) for seen in (keys, keys - 1)}
-        return all(torch.equal(self._attend(PROMPT_REPEATS * ROW_BLOCK, keys, seen), whole) for seen, whole in wholes.items())
+    def same_in_prompt(self, keys: int, repeats: int = PROMPT_REPEATS) -> bool:
+        """Whether the queries of a prompt of `repeats` blocks over `keys` keys give the same bits as in whole blocks."""
+        wholes = {seen: self._whole[seen].repeat(1, repeats, 1) for seen in (keys, keys - 1)}
+        return all(torch.equal(self._attend(repeats * ROW_BLOCK, keys, seen), whole) for seen, whole in wholes.items())
 
     def _attend(self, rows: int, keys: int, seen: int) -> torch.Tensor:
         """[heads, queries, value_dim], from `rows` queries at a time; the queries are repeated if there are fewer."""

@@ -73,7 +73,7 @@ def probe() -> MachineFacts:
 def ask_for_steady_sums() -> None:
     """Let MKL sum a row of a float32 GEMM in the same order for any number of rows; call it before the first GEMM of this process.
 
-    Only on Intel processors without AVX-512, where it never does so unasked. On others `layers/attention/stable_shapes.py` finds shapes
+    Only on Intel processors without AVX-512, where it does not do so unasked. On others `layers/attention/stable_shapes.py` finds shapes
     for which it does, and small GEMMs would be slower.
     """
     cpu = text_of(Path("/proc/cpuinfo"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig
@@ -229,6 +229,21 @@ def test_a_model_around_gemma_ties_its_embeddings_as_in_transformers(outer: dict
     assert model.tie_embeddings == config.tie_word_embeddings
     assert [window >= 0 for window in model.window] == [kind == "sliding_attention" for kind in config.text_config.layer_types]
     assert max(model.window) == config.text_config.sliding_window - 1
+
+
+OUTER = {"hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 0.3, "final_logit_softcapping": 1.0, "rope_parameters": {}}
+"""Fields that describe other parts of a multimodal model, or nothing."""
+
+
+def test_fields_around_gemma_are_not_those_of_its_decoder(tmp_path: Path) -> None:
+    reference = Checkpoint("gemma4-with-vision", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | OUTER))
+    reread = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(reread(reference.ids[None]).logits[0], reference.logits, rtol=1e-4, atol=1e-4)
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["prefill"])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
 
 
 def test_layers_of_gemma_may_all_have_the_same_heads(tmp_path: Path) -> None:

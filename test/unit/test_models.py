@@ -368,6 +368,21 @@ def test_windows_of_smollm3_match_transformers(tmp_path: Path, kinds: list[str] 
     torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
 
 
+@pytest.mark.parametrize("name", ["gemma4-own-values", "gpt-oss"])
+def test_an_activation_that_a_family_does_not_read_may_be_any(tmp_path: Path, name: str) -> None:
+    reference = Checkpoint(name, tmp_path, hidden_act="gelu_pytorch_tanh")
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["prefill"])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+
+
+@pytest.mark.parametrize("name", ["deepseek-experts", "glm4-moe"])
+def test_experts_without_a_shared_one_match_transformers(tmp_path: Path, name: str) -> None:
+    """transformers saves tensors of no values for it."""
+    reference = Checkpoint(name, tmp_path, n_shared_experts=0)
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["prefill"])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+
+
 SHORT, LONG = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
 SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 10, "truncate": False, "beta_fast": 4.0},

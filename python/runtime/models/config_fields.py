@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from runtime.errors import ConfigError
@@ -123,11 +123,10 @@ class ConfigFields:
         """These fields, with values for those that are absent or null, before `defaults`."""
         return ConfigFields({**self._raw, **{n: v for n, v in values.items() if not self.given(n)}}, self.where, self._defaults)
 
-    def within(self, name: str) -> ConfigFields:
-        """The fields of an object in the file, overridden by the non-null fields outside it."""
-        inner = self.mapping(name)._raw
-        outer = {key: value for key, value in self._raw.items() if value is not None}
-        return ConfigFields({**inner, **outer}, self.where, self._defaults)
+    def within(self, name: str, outer: Iterable[str]) -> ConfigFields:
+        """The fields of an object in the file, overridden by those of `outer` that the file has outside it and not as null."""
+        given = {key: self._raw[key] for key in outer if self.given(key)}
+        return ConfigFields({**self.mapping(name)._raw, **given}, self.where, self._defaults)
 
     def under(self, name: str) -> ConfigFields:
         """These fields, overridden by those of an object in the file."""

@@ -32,6 +32,8 @@ LAYER_FIELDS = {"head_dim", "num_key_value_heads"}
 """The fields that `per_layer_config` may set for global layers."""
 OTHER_PARTS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
 """Prefixes of tensors that text generation does not use."""
+OUTER_FIELDS = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+"""The fields of a multimodal model that describe its decoder too; any others are not the decoder's, as in transformers."""
 UNSUPPORTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 """Fields that only unsupported variants set."""
 
@@ -39,7 +41,7 @@ UNSUPPORTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_doubl
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture of the text decoder, from a text-only or a multimodal model."""
     multimodal = bool(fields.get("text_config", {}))
-    text = fields.within("text_config") if multimodal else fields
+    text = fields.within("text_config", OUTER_FIELDS) if multimodal else fields
     for name in UNSUPPORTED:
         if text.get(name, 0):
             raise text.error(f"{name} is {text.get(name, 0)!r}; this variant of Gemma 4 is not supported")
@@ -47,7 +49,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         raise text.error("use_bidirectional_attention is 'all'; only causal text is supported")
     if text.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise text.error(f"hidden_activation is {text.get('hidden_activation', None)!r}; only 'gelu_pytorch_tanh' is supported")
-    model = decoder_config(text, **attention_bias(text), qk_norm=True, window=_windows(text))
+    model = decoder_config(text, **attention_bias(text), qk_norm=True, window=_windows(text), reads_hidden_act=False)
     sparse = text.flag("enable_moe_block")
     moe = moe_fields(text, ("num_experts",), top_k="top_k_experts", renormalize=True) if sparse else None
     full, rope = _full_attention(text, model), _rope(text, "sliding_attention")

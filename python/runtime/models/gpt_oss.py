@@ -34,6 +34,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         window=sliding_windows(fields, lambda layer: layer % 2 == 0),
         **attention_bias(fields),
         sinks=True,
+        reads_hidden_act=False,
         moe=moe_fields(fields, counts, inner="intermediate_size", scoring="topk_softmax", renormalize=True, bias=True),
     )
 

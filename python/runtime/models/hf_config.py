@@ -34,7 +34,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if (folder / "generation_config.json").is_file():
         generation = ConfigFields(read_object(folder / "generation_config.json"), f"{folder}/generation_config.json")
         if generation.given("eos_token_id"):
-            own = ConfigFields(raw, str(folder)).within("text_config")
+            own = ConfigFields(raw, str(folder)).within("text_config", ["eos_token_id"])
             raw["eos_token_id"] = [*generation.ids("eos_token_id"), *own.ids("eos_token_id")]
     return raw
 
@@ -82,6 +82,7 @@ def decoder_config(
     window: tuple[int, ...] | None = None,
     moe: MoeConfig | None = None,
     partial_rotary: bool = False,
+    reads_hidden_act: bool = True,
     **flags: Unpack[DecoderFlags],
 ) -> ModelConfig:
     """The architecture of a decoder under Llama's field names.
@@ -91,12 +92,13 @@ def decoder_config(
         window: window of each layer; None for full attention everywhere.
         moe: the sparse MLPs, where the family has them.
         partial_rotary: whether the family reads `partial_rotary_factor`; if not, only factor 1 is accepted.
+        reads_hidden_act: whether the activation of the family is `hidden_act`; if so, only silu is accepted.
         flags: boolean fields that are true for the family.
 
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    if fields.get("hidden_act", "silu") not in ACTIVATIONS:
+    if reads_hidden_act and fields.get("hidden_act", "silu") not in ACTIVATIONS:
         raise fields.error(f"hidden_act is {fields.get('hidden_act', None)!r}; only 'silu' is supported")
     hidden, num_layers = fields.positive("hidden_size"), fields.num_layers()
     num_heads, num_kv_heads = _heads(fields)

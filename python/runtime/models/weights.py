@@ -187,7 +187,7 @@ class WeightTable:
                 if slots := self._slots.get(name) or self._optional.get(name):
                     missing.discard(name)
                     yield from parts_of(name, tensor, slots)
-                elif not name.endswith(skip) and not name.startswith(unused):
+                elif not name.endswith(skip) and not name.startswith(unused) and 0 not in tensor.shape:  # an empty one holds no weights
                     unexpected.append(name)
 
         if self.device.type == "meta":  # stores nothing: a comparison of names, shapes and dtypes

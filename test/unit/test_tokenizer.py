@@ -92,6 +92,45 @@ def test_tokens_of_the_configuration_win_as_in_transformers(tmp_path: Path) -> N
         Tokenizer.load(tmp_path)
 
 
+WRITTEN = {"__type": "AddedToken", "lstrip": False, "rstrip": True, "normalized": False, "single_word": False}
+"""The form of a token that older versions of transformers wrote."""
+
+
+@pytest.mark.parametrize(
+    ("further", "changes"),
+    [
+        (set(), {}),
+        (set(), {"eos_token": {"content": "<|im_end|>", **WRITTEN}}),
+        ({"</think>"}, {"pad_token": "</think>"}),
+        ({"</think>"}, {"image_token": "</think>"}),
+        ({"def"}, {"extra_special_tokens": {"audio_token": "def"}, "additional_special_tokens": ["import"]}),
+        ({"def"}, {"additional_special_tokens": ["def", "</think>"], "extra_special_tokens": []}),
+        (set(), {"extra_special_tokens": [{"content": "def", **WRITTEN}], "additional_special_tokens": None}),
+        (set(), {"additional_special_tokens": "def", "mask_token": 3}),
+    ],
+)
+def test_named_tokens_are_special_as_in_transformers(tmp_path: Path, further: set[str], changes: dict[str, object]) -> None:
+    """Whatever tokenizer.json says: here it lists no token but <|endoftext|> and the tags, and all as ordinary ones."""
+    path = write_small_tokenizer(tmp_path) / "tokenizer_config.json"
+    size = Tokenizer.load(tmp_path).vocab_size
+    definition = json.loads((tmp_path / "tokenizer.json").read_text())
+    listed = [{**token, "special": False} for token in definition["added_tokens"] if not token["content"].startswith("<|im")]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition | {"added_tokens": listed}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert set(tokenizer.special_tokens) == {*SPECIAL, *further}
+    assert tokenizer.vocab_size == size
+    if changes.get("additional_special_tokens") == "def":  # transformers refuses it
+        return
+    hf = reference(tmp_path)
+    for text in [*TEXTS, "<|im_end|> \n x", "a<think>b</think> def<|endoftext|>"]:
+        ids = hf(text)["input_ids"]
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == tokenizer.stream().step(ids) == hf.decode(ids, skip_special_tokens=True)
+    assert tokenizer.special_ids.isdisjoint(tokenizer.encode_plain("<|im_start|></think><|im_end|>"))
+    assert tokenizer.encode_chat([{"role": "user", "content": "hi"}])[0] == tokenizer.bos_id
+
+
 def test_tokenizer_eos_ids_reads_the_files_alone(tmp_path: Path, folder: Path) -> None:
     assert tokenizer_eos_ids(folder) == (2,)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import dropwhile
 from pathlib import Path
@@ -20,7 +20,7 @@ from runtime.text.chat_template import ChatTemplate, Message, Rendered
 from runtime.text.control_tokens import ControlTokens
 from runtime.text.decode_stream import ByteStream, StreamDecoder, WindowStream
 from runtime.text.request_template import render_isolated
-from runtime.text.tokenizer_files import Components, TokenizerFiles, flatten_component, without_tokens
+from runtime.text.tokenizer_files import AddedToken, Components, TokenizerFiles, flatten_component, without_tokens
 
 _BRACKETED = re.compile(r"[<\[{].*[>\]}]", re.DOTALL)
 _WHITE = re.compile(r"\s*")
@@ -46,10 +46,7 @@ class Tokenizer:
         self._hf = tokenizers.Tokenizer.from_str(files.definition)
         self._hf.no_truncation()
         self._hf.no_padding()
-        given = [tokenizers.AddedToken(**msgspec.structs.asdict(token)) for token in files.added_tokens]
-        known = set(map(repr, self._hf.get_added_tokens_decoder().values()))  # tokens are equal if their contents are
-        changed = [token for token in given if repr(token) not in known]
-        self._hf.add_tokens(changed)
+        changed = self._add_tokens(files.added_tokens) + self._add_tokens(self._not_yet_special(files))
         self.definition = self._hf.to_str() if changed else files.definition
         self.named_tokens, self.chat_template = files.named_tokens, files.chat_template
         self.tool_template = files.tool_template or files.chat_template
@@ -85,6 +82,25 @@ class Tokenizer:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ConfigError(f"{Path(folder) / 'tokenizer.json'} cannot be read: {str(error)[:200]}") from error
+
+    def _add_tokens(self, tokens: Iterable[AddedToken]) -> int:
+        """Add tokens, or change those with the same text. Returns the number of new and changed ones."""
+        given = [tokenizers.AddedToken(**msgspec.structs.asdict(token)) for token in tokens]
+        known = set(map(repr, self._hf.get_added_tokens_decoder().values()))  # tokens are equal if their contents are
+        changed = [token for token in given if repr(token) not in known]
+        self._hf.add_tokens(changed)
+        return len(changed)
+
+    def _not_yet_special(self, files: TokenizerFiles) -> Iterator[AddedToken]:
+        """The tokens with names, and further ones, that the vocabulary has, but not as special ones."""
+        added = {token.content: token for token in self._hf.get_added_tokens_decoder().values()}
+        for token in (*files.special_tokens, *files.further_tokens):
+            if token.content not in added and self._hf.token_to_id(token.content) is not None:
+                yield token
+        for token in files.special_tokens:
+            known = added.get(token.content)
+            if known is not None and not known.special:
+                yield AddedToken(known.content, known.single_word, known.lstrip, known.rstrip, known.normalized, special=True)
 
     def _compiled(self, template: str | None) -> ChatTemplate | None:
         return None if template is None else ChatTemplate(template, self.named_tokens, self._control_tokens)

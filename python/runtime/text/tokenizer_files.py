@@ -33,6 +33,8 @@ class TokenizerFiles:
         chat_template: Jinja text, or None.
         tool_template: Jinja text for chats with tools, or None if `chat_template` is for them too.
         added_tokens: the tokens of tokenizer_config.json, by id; they win over those of `definition`, as in transformers.
+        special_tokens: the tokens with a name, which are special whatever `definition` and `added_tokens` say, if the vocabulary has them.
+        further_tokens: tokens without a name, most of them special; they count if the vocabulary has them and nothing else describes them.
     """
 
     definition: str
@@ -40,6 +42,8 @@ class TokenizerFiles:
     chat_template: str | None = None
     tool_template: str | None = None
     added_tokens: Sequence[AddedToken] = ()
+    special_tokens: Sequence[AddedToken] = ()
+    further_tokens: Sequence[AddedToken] = ()
 
     @classmethod
     def read(cls, folder: Path, chat_template: str | None = None) -> TokenizerFiles:
@@ -57,8 +61,8 @@ class TokenizerFiles:
         if _is_rebuilt_llama(folder, settings):
             definition = _rebuild_llama(folder / "tokenizer.json", definition, settings)
         templates = _own_templates(folder, settings) if chat_template is None else {_DEFAULT: _given_template(chat_template)}
-        added = _added_tokens(folder, settings)
-        return cls(definition, _named_tokens(settings), templates.get(_DEFAULT), templates.get(_TOOL_USE), added)
+        named, default, for_tools = _named_tokens(settings), templates.get(_DEFAULT), templates.get(_TOOL_USE)
+        return cls(definition, named, default, for_tools, _added_tokens(folder, settings), *_special_tokens(settings))
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -177,6 +181,25 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[AddedToken]
     except msgspec.ValidationError as error:
         raise ConfigError(f"{folder / 'tokenizer_config.json'}: {_ADDED_TOKENS} must hold tokens by id: {error}") from error
     return [tokens[i] for i in sorted(tokens)]
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> tuple[list[AddedToken], list[AddedToken]]:
+    """The special tokens with a name, some of which only this model has, such as `image_token`; and the others."""
+    further = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    own = {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
+    named = own | {name: settings.get(name) for name in _NAMED_TOKENS} | (further if isinstance(further, dict) else {})
+    others = further if isinstance(further, list) else []
+    special = [msgspec.structs.replace(token, special=True) for value in named.values() for token in _given_token(value)]
+    return special, [token for value in others for token in _given_token(value)]
+
+
+def _given_token(value: object) -> list[AddedToken]:
+    """The token given by its fields, or by its text if it is special; none for anything else."""
+    fields = {"content": value, "normalized": False, "special": True} if isinstance(value, str) else value
+    try:
+        return [msgspec.convert(fields, AddedToken)]
+    except msgspec.ValidationError:
+        return []
 
 
 def _own_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

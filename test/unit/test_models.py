@@ -632,7 +632,7 @@ COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 6}
 
 
-GEMMA4_RAW = {"architectures": ["Gemma4ForCausalLM"], **GEMMA4}
+GEMMA4_RAW = {"architectures": ["Gemma4ForCausalLM"], **GEMMA4, "rope_parameters": None}
 MINIMAX_RAW = {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 16, "num_local_experts": 8}
 
 
@@ -654,6 +654,8 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"is_causal": False}, "is_causal is false; only causal attention is supported"),
         ({"rope_parameters": {"rope_type": "mrope", "factor": 2.0}}, "rope scaling 'mrope' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters differs between layers; only for Gemma 4"),
+        ({"rope_scaling": {"sliding_attention": {"factor": 2.0}}}, "rope_scaling differs between layers; only for Gemma 4"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
         ({"quantization_config": {"quant_method": "hqq"}}, r"quantized \(quantization_config\.quant_method: hqq\), which is not"),

@@ -49,16 +49,15 @@ def parse(fields: ConfigFields) -> ModelConfig:
         raise text.error("use_bidirectional_attention is 'all'; only causal text is supported")
     if text.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise text.error(f"hidden_activation is {text.get('hidden_activation', None)!r}; only 'gelu_pytorch_tanh' is supported")
-    model = decoder_config(text, **attention_bias(text), qk_norm=True, window=_windows(text), reads_hidden_act=False)
+    # That of the layers with windows. Unscaled ones rotate whole heads, whatever the file says, as in transformers.
+    rope = replace(_rope(text, "sliding_attention"), partial=1.0, max_context_len=text.positive("max_position_embeddings"))
+    model = decoder_config(text, **attention_bias(text), qk_norm=True, window=_windows(text), reads_hidden_act=False, rope=rope)
     sparse = text.flag("enable_moe_block")
     moe = moe_fields(text, ("num_experts",), top_k="top_k_experts", renormalize=True) if sparse else None
-    full, rope = _full_attention(text, model), _rope(text, "sliding_attention")
     softcap = text.get("final_logit_softcapping", None)
     return replace(
         model,
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-        full_attention=full,
+        full_attention=_full_attention(text, model),
         tie_embeddings=fields.flag("tie_word_embeddings"),  # that of `text_config` is not read
         v_norm=True,
         attn_scale=1.0,

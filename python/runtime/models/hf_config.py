@@ -10,7 +10,7 @@ from runtime.errors import ConfigError, InvalidField
 from runtime.json_file import read_object
 from runtime.models.config import ModelConfig, MoeConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.rope_fields import read_rope
+from runtime.models.rope_fields import RopeFields, read_rope
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 DEFAULT_EPS = 1e-6
@@ -83,6 +83,7 @@ def decoder_config(
     moe: MoeConfig | None = None,
     partial_rotary: bool = False,
     reads_hidden_act: bool = True,
+    rope: RopeFields | None = None,
     **flags: Unpack[DecoderFlags],
 ) -> ModelConfig:
     """The architecture of a decoder under Llama's field names.
@@ -93,6 +94,7 @@ def decoder_config(
         moe: the sparse MLPs, where the family has them.
         partial_rotary: whether the family reads `partial_rotary_factor`; if not, only factor 1 is accepted.
         reads_hidden_act: whether the activation of the family is `hidden_act`; if so, only silu is accepted.
+        rope: the rotary embedding, where that of the file differs between layers.
         flags: boolean fields that are true for the family.
 
     Raises:
@@ -103,7 +105,7 @@ def decoder_config(
     hidden, num_layers = fields.positive("hidden_size"), fields.num_layers()
     num_heads, num_kv_heads = _heads(fields)
     head_dim = head_dim or fields.positive("head_dim", hidden // num_heads)
-    rope, vocab_size = read_rope(fields), fields.positive("vocab_size")
+    rope, vocab_size = rope or read_rope(fields), fields.positive("vocab_size")
     return ModelConfig(
         architecture=fields.architecture(),
         vocab_size=vocab_size,

@@ -51,7 +51,10 @@ def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeF
         ConfigError: a field is missing, not of its type, or not supported.
     """
     if chosen is None:
-        chosen = fields.mapping("rope_scaling" if fields.get("rope_scaling", {}) else "rope_parameters")
+        name = "rope_scaling" if fields.get("rope_scaling", {}) else "rope_parameters"
+        chosen = fields.mapping(name)
+        if chosen.given("full_attention") or chosen.given("sliding_attention"):
+            raise fields.error(f"{name} differs between layers; only for Gemma 4 is this supported")
     theta = chosen.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA))
     partial = chosen.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     context = fields.positive("max_position_embeddings")

@@ -48,6 +48,7 @@ HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("llama", {**ATTENTION, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "MistralForCausalLM": ("mistral", {**ATTENTION, "sliding_window": 7}),
+    "MinistralForCausalLM": ("ministral", {**ATTENTION, "sliding_window": 7, "layer_types": KINDS}),
     "Qwen2ForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
     "Qwen3ForCausalLM": ("qwen3", {**ATTENTION, **WINDOWS, "attention_bias": True}),
     "Qwen3MoeForCausalLM": ("qwen3_moe", {**ATTENTION, **EXPERTS, **WINDOWS}),
@@ -179,7 +180,7 @@ def test_null_means_what_transformers_takes_it_for(architecture: str) -> None:
 
 
 def test_every_family_is_compared() -> None:
-    assert set(UNUSUAL) | {"Gemma4ForConditionalGeneration"} == set(FAMILIES)
+    assert set(UNUSUAL) | {"Gemma4ForConditionalGeneration", "Mistral3ForConditionalGeneration"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +230,16 @@ def test_a_model_around_gemma_ties_its_embeddings_as_in_transformers(outer: dict
     assert model.tie_embeddings == config.tie_word_embeddings
     assert [window >= 0 for window in model.window] == [kind == "sliding_attention" for kind in config.text_config.layer_types]
     assert max(model.window) == config.text_config.sliding_window - 1
+
+
+def test_mistral_with_vision_has_its_own_head_if_the_file_does_not_say_so(tmp_path: Path) -> None:
+    """As in published files, which leave `tie_word_embeddings` out; transformers' class has true as its default."""
+    reference = Checkpoint("mistral3-with-vision", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["tie_word_embeddings"], raw["text_config"]["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["prefill"])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
 
 
 OUTER = {"hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 0.3, "final_logit_softcapping": 1.0, "rope_parameters": {}}

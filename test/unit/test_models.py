@@ -26,6 +26,10 @@ from transformers import (
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -111,6 +115,10 @@ VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
     "position_embedding_size": 16,
 }  # fmt: skip
+PIXTRAL = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
     "llama-tied-biases-llama3": (
@@ -142,6 +150,20 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "gpt-oss-without-biases": (
         GptOssForCausalLM,
         GptOssConfig(**GPT_OSS, attention_bias=False, layer_types=["full_attention", "sliding_attention", "full_attention"]),
+    ),
+    "mistral3-with-vision": (
+        Mistral3ForConditionalGeneration,
+        Mistral3Config(
+            text_config={"model_type": "mistral", **COMMON}, vision_config={"model_type": "pixtral", **PIXTRAL}, tie_word_embeddings=False
+        ),
+    ),
+    "mistral3-tied": (
+        Mistral3ForConditionalGeneration,
+        Mistral3Config(text_config={"model_type": "mistral", **COMMON}, vision_config={"model_type": "pixtral", **PIXTRAL}),
+    ),
+    "ministral": (
+        MinistralForCausalLM,
+        MinistralConfig(**COMMON, head_dim=16, sliding_window=6, layer_types=["full_attention", "sliding_attention", "full_attention"]),
     ),
     "mistral-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=7)),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=True)),
@@ -655,6 +677,10 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "mrope", "factor": 2.0}}, "rope scaling 'mrope' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters differs between layers; only for Gemma 4"),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
+            "text_config.model_type is 'ministral3'; only 'mistral'",
+        ),
         ({"rope_scaling": {"sliding_attention": {"factor": 2.0}}}, "rope_scaling differs between layers; only for Gemma 4"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),

@@ -12,13 +12,13 @@ CHUNK_BYTES = 1 << 16
 """Bytes that are read and compared at a time; they fit into a core's cache."""
 
 
-def has_own_head(folder: Path, embedding: str) -> bool:
-    """Whether tensor `lm_head.weight` of the checkpoint differs from tensor `embedding`.
+def has_own_head(folder: Path, embedding: str, head: str = HEAD) -> bool:
+    """Whether tensor `head` of the checkpoint differs from tensor `embedding`.
 
     Reads both tensors if both exist. Missing or damaged weights count as tied.
     """
     places = tensor_places(folder)
-    return HEAD in places and embedding in places and not _same(places[HEAD], places[embedding])
+    return head in places and embedding in places and not _same(places[head], places[embedding])
 
 
 def _same(first: tuple[Path, Entry], second: tuple[Path, Entry]) -> bool:

@@ -159,6 +159,7 @@ class ModelConfig:
         embed_scale: factor applied to the embeddings, rounded to the model's dtype.
         final_softcap: c in logits = c * tanh(logits / c); 0 for none.
         weight_prefix: of the names of the decoder's tensors.
+        head_prefix: of the name of the LM head.
         no_head: whether the checkpoint lacks the LM head, so that the model gives hidden states only.
         unused_weights: beginnings of names that the checkpoint may hold and the decoder does not use.
     """
@@ -202,6 +203,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     final_softcap: float = 0.0
     weight_prefix: str = "model."
+    head_prefix: str = ""
     no_head: bool = False
     unused_weights: tuple[str, ...] = ()
 

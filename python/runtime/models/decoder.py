@@ -82,7 +82,7 @@ class DecoderModel:
         if config.tie_embeddings:
             self.lm_head = parts.weights.tied_linear(embedding, self.embed)
         else:
-            self.lm_head = parts.weights.head("lm_head", config.vocab_size, config.hidden_size)
+            self.lm_head = parts.weights.head(config.head_prefix + "lm_head", config.vocab_size, config.hidden_size)
         self.attention_specs: tuple[AttentionSpec, ...] = tuple(layer.attention.spec for layer in self.layers)
         self.bounded_head: BoundedHead | None = None
         self._bound: tuple[KVPool, AttentionBackend] | None = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import ConfigError
 from runtime.models.config import FullAttention, ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import attention_bias, decoder_config, sliding_windows
+from runtime.models.hf_config import OUTER_FIELDS, attention_bias, decoder_config, sliding_windows
 from runtime.models.moe_fields import moe_fields
 from runtime.models.rope_fields import RopeFields, read_rope
 
@@ -32,8 +32,6 @@ LAYER_FIELDS = {"head_dim", "num_key_value_heads"}
 """The fields that `per_layer_config` may set for global layers."""
 OTHER_PARTS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
 """Prefixes of tensors that text generation does not use."""
-OUTER_FIELDS = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
-"""The fields of a multimodal model that describe its decoder too; any others are not the decoder's, as in transformers."""
 UNSUPPORTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 """Fields that only unsupported variants set."""
 

@@ -14,6 +14,8 @@ from runtime.models.rope_fields import RopeFields, read_rope
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 DEFAULT_EPS = 1e-6
+OUTER_FIELDS = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+"""The fields of a multimodal model that describe its decoder too; any others are not the decoder's, as in transformers."""
 ACTIVATIONS = ("silu", "swish")
 """The names of the supported activation."""
 

@@ -1,4 +1,4 @@
-"""Mistral: no biases, and a sliding window on every layer unless config.json says otherwise."""
+"""Mistral and Ministral: no biases, and a sliding window on every layer unless config.json says otherwise."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from runtime.models import (
     mimo,
     minimax_m2,
     mistral,
+    mistral3,
     mixtral,
     phi3,
     qwen2,
@@ -74,6 +75,8 @@ class Family(Protocol):
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
+    "MinistralForCausalLM": mistral,
+    "Mistral3ForConditionalGeneration": mistral3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
@@ -119,7 +122,7 @@ def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
         if no_head:
             log.warning("no LM head in %s: the model can give embeddings, but cannot generate text", folder)
         config = replace(config, weight_prefix="", tie_embeddings=config.tie_embeddings or no_head, no_head=no_head)
-    if not config.tie_embeddings or not has_own_head(Path(folder), config.weight_prefix + EMBEDDING):
+    if not config.tie_embeddings or not has_own_head(Path(folder), config.weight_prefix + EMBEDDING, config.head_prefix + HEAD):
         return config
     log.info("the LM head is not the embedding, although config.json has tie_word_embeddings: %s", folder)
     return replace(config, tie_embeddings=False)

@@ -85,7 +85,7 @@ def packed(weight: torch.Tensor, form: Form, zero_points: bool = False) -> tuple
     else:
         least = groups.amin(2).clamp(max=0)
         scale = ((groups.amax(2).clamp(min=0) - least) / 15).to(dtype)
-        zero = (-least / scale.float()).round().clamp(1, 15)
+        zero = (-least / scale.float()).round().clamp(0, 15)
     codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
     wide = scale.float()[..., None]
     minimum = (-zero * scale.float()).half().float()
@@ -96,7 +96,8 @@ def packed(weight: torch.Tensor, form: Form, zero_points: bool = False) -> tuple
         return {"qweight": words(numbers.T, 1, order), "qzeros": words(zeros.T, 1, order), "scales": scale.T.contiguous()}, value
     if form.method == "gptq":
         offset = 0 if dict(form.fields).get("checkpoint_format") == "gptq_v2" else 1
-        tensors = {"qweight": words(numbers.T, 0), "qzeros": words(zeros.T - offset, 1), "scales": scale.T.contiguous()}
+        stored = words(zeros.T, 1) - offset * 0x11111111  # whole words, as GPTQModel does: a code of 0 borrows from the next one
+        tensors = {"qweight": words(numbers.T, 0), "qzeros": stored, "scales": scale.T.contiguous()}
         return tensors | ({"g_idx": torch.arange(columns, dtype=torch.int32) // form.group} if form.order else {}), value
     tensors = {"weight_packed": words(numbers, 1), "weight_scale": scale, "weight_shape": torch.tensor([out, columns])}
     return tensors | ({} if form.symmetric else {"weight_zero_point": words(zeros, 0)}), value

@@ -195,6 +195,20 @@ def test_tensors_come_in_any_order_through_one_buffer(order: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize("layout", [CpuLayout, GpuLayout])
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if not form.symmetric])
+def test_zero_points_of_0_are_those_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, name: str, layout: Any) -> None:
+    monkeypatch.setattr(int4, "layout_on", lambda device, group: layout(group))
+    weight = random(64, 256)
+    weight[::3] = weight[::3].abs()
+    weight[-8:] = weight[-8:].abs()  # all zero points of a word
+    tensors, exact = packed(weight, FORMS[name], layout.zero_points)
+    table = table_of(scheme_of(FORMS[name]))
+    layer = table.linear({"a": 64}, 256)
+    table.load(named(tensors, "a").items())
+    assert torch.equal(values(layer), exact)
+
+
+@pytest.mark.parametrize("layout", [CpuLayout, GpuLayout])
 def test_groups_with_a_scale_of_zero_are_zero(monkeypatch: pytest.MonkeyPatch, layout: Any) -> None:
     monkeypatch.setattr(int4, "layout_on", lambda device, group: layout(group))
     tensors, exact = packed(random(64, 128), FORMS["gptq-v2"], layout.zero_points)

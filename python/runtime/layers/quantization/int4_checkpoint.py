@@ -14,6 +14,8 @@ from runtime.layers.quantization.scheme import Index, Joint, LinearPart, Rule, S
 
 WORD_CODES = 8
 """Codes of an int32 word."""
+ONES = 0x11111111
+"""A word whose codes are all 1."""
 LARGEST_SCALE = 65504 // 16
 """The largest scale whose product with any zero point fits into float16."""
 
@@ -27,7 +29,8 @@ class PackedForm:
         transposed: whether the tensor is [n, out].
         along_out: whether a word holds codes of eight outputs; otherwise of eight columns.
         interleaved: whether the codes in a word are of outputs 0, 2, 4, 6, 1, 3, 5 and 7, in this order.
-        offset: added to the codes.
+        offset: added to the codes of each word as to one number, in which the carry of a code goes to the next one: GPTQModel subtracts 1
+            in that way, and codes of 0 borrow.
     """
 
     name: str
@@ -48,13 +51,13 @@ class PackedForm:
 
     def __call__(self, words: torch.Tensor) -> torch.Tensor:
         """The codes uint8 [..., out, n] of parts [..., rows, columns] of the tensor."""
+        if self.offset:
+            words = words + self.offset * ONES
         lines = words.mT if self.transposed != self.along_out else words
         octets, last = lines.contiguous().view(torch.uint8), -1
         if self.interleaved:  # bytes 0 and 2 of a word hold outputs 0 to 3: the even ones and the odd ones
             octets, last = octets.unflatten(-1, (-1, 2, 2)).mT, -2
         codes = torch.stack((octets & 15, octets >> 4), dim=last).flatten(words.dim() - 1)
-        if self.offset:
-            codes += self.offset
         return codes.mT if self.along_out else codes
 
 

@@ -81,6 +81,10 @@ def compressed(**fields: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}} | fields
 
 
+ROWS = compressed()["config_groups"]
+BLOCKS = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}}
+
+
 @pytest.mark.parametrize(("config", "field"), [
     ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, "expert_dtype: fp4"),
     ({"quant_method": "fp8", "modules_to_convert": ["embed"]}, r"modules_to_convert: \['embed'\]"),
@@ -90,6 +94,7 @@ def compressed(**fields: Any) -> dict[str, Any]:
     (compressed(format="nvfp4-pack-quantized", weights={"num_bits": 4}), "config_groups.group_0.weights: float of 4 bits"),
     (compressed(format="int-quantized", weights={"type": "int"}), "config_groups.group_0.weights: int of 8 bits"),
     (compressed(format="mxfp8-quantized"), "format: mxfp8-quantized"),
+    (compressed(config_groups={**ROWS, "b": BLOCKS}), "config_groups: groups in different formats"),
     (compressed(weights={"strategy": "group"}), "config_groups.group_0.weights.strategy: group"),
     (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format: sparse-24-bitmask"),
 ])  # fmt: skip

@@ -94,6 +94,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "ignore": ["lm_head", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"],
         },
     ),
+    "compressed-groups": (
+        "channel",
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {
+                name: {"targets": [f"re:.*{name}.*"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+                for name in ("self_attn", "layers.0.mlp")
+            },
+            "ignore": ["lm_head"],
+        },
+    ),
     "compressed-block": (
         "block",
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from runtime.config.quant_config import BLOCK, Int4Format, QuantConfig
@@ -65,11 +66,23 @@ def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
     groups = quant.get("config_groups", {})
     if not groups and quant.get("kv_cache_scheme", None):  # the KV cache alone
         return None
-    if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(group, dict) for group in groups.values()):
-        raise quant.error(f"{name}.config_groups must be an object with one group")
-    ((group_name, raw),) = groups.items()
-    field, group = f"{name}.config_groups.{group_name}", ConfigFields(raw, quant.where)
-    weights = group.mapping("weights")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
+        raise quant.error(f"{name}.config_groups must be an object with at least one group")
+    sparsity = quant.mapping("sparsity_config").get("format", "dense")
+    if sparsity != "dense":
+        raise _refused(quant, f"{name}.sparsity_config.format", sparsity)
+    if quant.get("transform_config", {}):
+        raise _refused(quant, f"{name}.transform_config", "rotated weights")
+    first, *others = (_compressed_group(quant, name, group, ConfigFields(raw, quant.where)) for group, raw in groups.items())
+    if any(replace(other, only=first.only) != first for other in others):
+        raise _refused(quant, f"{name}.config_groups", "groups in different formats")
+    every = (first, *others)
+    return replace(first, only=() if any(not each.only for each in every) else tuple(target for each in every for target in each.only))
+
+
+def _compressed_group(quant: ConfigFields, name: str, group_name: str, group: ConfigFields) -> QuantConfig:
+    """The layers of one group of compressed-tensors, of `config_groups` in the object `name`."""
+    field, weights = f"{name}.config_groups.{group_name}", group.mapping("weights")
     kind, strategy = weights.get("type", "unnamed numbers"), weights.get("strategy", "missing")
     bits = _integer(quant, weights, "num_bits", f"{field}.weights") if weights.given("num_bits") else "unknown"
     if (kind, bits) not in (("float", 8), ("int", 4)):
@@ -77,11 +90,6 @@ def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
     storage = group.get("format", quant.get("format", "float-quantized" if kind == "float" else "pack-quantized"))
     if storage not in (("float-quantized", "naive-quantized") if kind == "float" else ("pack-quantized",)):
         raise _refused(quant, f"{name}.format", storage)
-    sparsity = quant.mapping("sparsity_config").get("format", "dense")
-    if sparsity != "dense":
-        raise _refused(quant, f"{name}.sparsity_config.format", sparsity)
-    if quant.get("transform_config", {}):
-        raise _refused(quant, f"{name}.transform_config", "rotated weights")
     targets, kept = _names(group, "targets"), _names(quant, "ignore")
     only = () if "Linear" in targets else targets
     if kind == "int":

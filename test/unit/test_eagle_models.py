@@ -268,6 +268,7 @@ def variants() -> list[Any]:
             id="EAGLE-3, narrow, states normed twice",
         ),
         pytest.param(draft_json(eagle3, norm_before_residual=True), {}, id="EAGLE-3, normed residual"),
+        pytest.param(draft_json(eagle3, draft_vocab_size=40, tie_word_embeddings=True), d2t, id="EAGLE-3, own head, though tied"),
         pytest.param(draft_json(eagle3, draft_vocab_size=40, num_hidden_layers=3), d2t, id="EAGLE-3, three layers"),
         pytest.param(draft_json(eagle3, draft_vocab_size=40, norm_output=True), d2t, id="EAGLE-3, normed states fed back"),
         pytest.param(
@@ -426,6 +427,14 @@ def test_d2t_holds_offsets_and_its_inverse_fits(tmp_path: Path) -> None:
     assert head.to_draft is not None
     assert head.to_draft[picks].tolist() == [0, 1, 2, 3]
     assert int((head.to_draft >= 0).sum()) == 4
+
+
+def test_a_tied_head_scores_the_tokens_of_its_map(tmp_path: Path) -> None:
+    picks, raw = torch.tensor([3, 4, 10, 95]), draft_json("LlamaForCausalLMEagle3", draft_vocab_size=4, tie_word_embeddings=True)
+    tensors = without(checkpoint(raw, d2t=picks - torch.arange(4)), "lm_head.weight")
+    target = make_target()
+    head: Any = load_head(save(tmp_path / "head", raw, tensors), target)
+    assert torch.equal(head.lm_head.weight, target.embed[picks])
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])

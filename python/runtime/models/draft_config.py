@@ -12,6 +12,8 @@ from runtime.config.draft_algorithms import ALGORITHM_CAPS, DraftFormat, SpecAlg
 from runtime.config.quant_config import with_flag
 from runtime.config.runtime_config import SpeculativeConfig
 from runtime.errors import ConfigError
+from runtime.model_files.checkpoint_folder import tensor_places
+from runtime.model_files.tied_head import HEAD
 from runtime.models import dflash_config, llama, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
@@ -131,7 +133,7 @@ def _eagle(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> D
 
 
 def _eagle3(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
-    model = _fitted(_parse_head(file, algorithm), algorithm, target)
+    model = _untied(_fitted(_parse_head(file, algorithm), algorithm, target), file.folder)
     _check_width(model.target_hidden_size or model.hidden_size, target)
     return DraftConfig(model, read_aux_layers(file.raw, target, file.where), Eagle3Layout.read(ConfigFields(file.flat, file.where)))
 
@@ -171,6 +173,13 @@ def _parse_head(file: _DraftFile, algorithm: SpecAlgorithm) -> ModelConfig:
     if isinstance(kinds, list) and "sliding_attention" not in kinds:
         return model
     return dataclasses.replace(model, window=sliding_windows(fields.with_defaults(mistral.DEFAULTS)) or model.window)
+
+
+def _untied(draft: ModelConfig, folder: str | Path) -> ModelConfig:
+    """The draft with the LM head in `folder`, if there is one: some config.json have `tie_word_embeddings` from their target."""
+    if draft.tie_embeddings and any(name.removeprefix("model.") == HEAD for name in tensor_places(Path(folder))):
+        return dataclasses.replace(draft, tie_embeddings=False)
+    return draft
 
 
 def _fitted(draft: ModelConfig, algorithm: SpecAlgorithm, target: ModelConfig, padding: int = 0) -> ModelConfig:

@@ -85,15 +85,15 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         bias = optional.take("fc.bias", (c.hidden_size,))
         if bias is not None:
             self.fc.bias = bias.to(self.embed.device, target.dtype)
-        self._load_head(optional)
         self.load_map(optional)
+        self._load_head(optional)
 
     def _load_head(self, optional: OptionalTensors) -> None:
         if self._own_head:
             return
         c = self.config
         if c.tie_embeddings:
-            self.lm_head = Linear.sharded(self.embed[: self.vocab_size], self.group)
+            self.lm_head = Linear.sharded(self.embed if self.to_target is None else self.embed[self.to_target], self.group)
             return
         own = optional.take("lm_head.weight", (c.vocab_size, c.hidden_size))
         if own is None and self._target.config.hidden_size != c.hidden_size:

@@ -163,5 +163,6 @@ def teach(head: Any, target_head: torch.Tensor) -> None:
         part.mul_(2.0)
         part[:, :hidden] += gain * eye  # a token attends to itself most, and carries its embedding
     layer.attention.o_proj.weight.copy_(eye)
-    head.fc.weight.mul_(8.0)
+    if head.fc is not None:
+        head.fc.weight.mul_(8.0)
     head.lm_head.weight.copy_(target_head if head.to_target is None else target_head[head.to_target])

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "all within eagle_config": {
         "eagle_config": {"norm_before_fc": True, "use_aux_norm": True, "norm_before_residual": True, "norm_output": True}
     },
+    "the target's last state": {"eagle_config": {"use_aux_hidden_state": False}},
     "Qwen3's layer": {"transformer_layer_config": {"model_type": "qwen3"}},
     "two layers": {"num_hidden_layers": 2},
     "vLLM's class": {"architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": 64},

@@ -37,6 +37,7 @@ from unit.tiny import tiny_model
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 CONTEXT = 64
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,9 @@ def checkpoint(raw: dict[str, Any], fc_bias: bool = False, qkv_bias: bool = Fals
     def vector(size: int) -> torch.Tensor:
         return 1 + 0.3 * torch.randn(size, generator=g)
 
-    tensors = {"fc.weight": matrix(hidden, 3 * raw.get("target_hidden_size", hidden) if eagle3 else 2 * hidden)}
+    tensors: Tensors = {}
+    if raw.get("eagle_config", {}).get("use_aux_hidden_state", True):
+        tensors["fc.weight"] = matrix(hidden, 3 * raw.get("target_hidden_size", hidden) if eagle3 else 2 * hidden)
     if fc_bias:
         tensors["fc.bias"] = vector(hidden)
     for i in range(layers):
@@ -95,7 +98,7 @@ def checkpoint(raw: dict[str, Any], fc_bias: bool = False, qkv_bias: bool = Fals
         tensors["midlayer.hidden_norm.weight"] = vector(hidden)
         tensors["norm.weight"] = vector(hidden)
         state = raw.get("target_hidden_size", hidden)
-        if raw.get("norm_before_fc"):
+        if raw.get("norm_before_fc") and "fc.weight" in tensors:
             tensors["input_norm.weight"] = vector(3 * state)
         if raw.get("fc_norm") or raw.get("use_aux_norm"):
             tensors |= {f"fc_norm.{i}.weight": vector(state) for i in range(3)}
@@ -269,6 +272,11 @@ def variants() -> list[Any]:
         ),
         pytest.param(draft_json(eagle3, norm_before_residual=True), {}, id="EAGLE-3, normed residual"),
         pytest.param(draft_json(eagle3, draft_vocab_size=40, tie_word_embeddings=True), d2t, id="EAGLE-3, own head, though tied"),
+        pytest.param(
+            draft_json(eagle3, draft_vocab_size=40, norm_before_fc=True, eagle_config={IDS: [], "use_aux_hidden_state": False}),
+            d2t,
+            id="EAGLE-3, the target's last state",
+        ),
         pytest.param(draft_json(eagle3, draft_vocab_size=40, num_hidden_layers=3), d2t, id="EAGLE-3, three layers"),
         pytest.param(draft_json(eagle3, draft_vocab_size=40, norm_output=True), d2t, id="EAGLE-3, normed states fed back"),
         pytest.param(
@@ -327,6 +335,8 @@ def test_bfloat16_heads_stay_near_float32_and_take_states_of_either(tmp_path: Pa
     for dtype in (torch.float32, torch.bfloat16):
         head = load_head(folder, make_target(dtype=dtype))
         states = [torch.randn(6, head.feature_width, generator=g.manual_seed(i)) for i in range(2)]
+        if "fc.weight" not in head.expected_weights():  # the stream starts with these states, not rounded
+            states = [s.bfloat16().float() for s in states]
         rig = Rig(head, 1, dtype)
         out = rig.run(ids, states, [0, 0])
         assert torch.equal(torch.cat(rig.run(ids, [s.to(dtype) for s in states], [0, 0])), torch.cat(out))
@@ -386,9 +396,6 @@ def test_a_sliding_window_of_a_head_is_kept(tmp_path: Path) -> None:
     assert load_draft_config(save(tmp_path / "a", windowed, {}), "EAGLE3", make_target().config).model.window == (7,)
     full = windowed | {"layer_types": ["full_attention"]}
     assert load_draft_config(save(tmp_path / "b", full, {}), "EAGLE3", make_target().config).model.window == (-1,)
-
-
-IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize(
@@ -526,6 +533,8 @@ def without(tensors: Tensors, name: str) -> Tensors:
         (EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": 1}}, {}, "must be a list of layer numbers"),
         (EAGLE3 | {"eagle_config": [0, "mid", 2]}, {}, "must be a list of layer numbers"),
         (EAGLE3 | {"eagle_config": [0, 1, 2]}, {}, "eagle_config is .0, 1, 2.; it must be an object"),
+        (EAGLE3 | {"eagle_config": {"use_aux_hidden_state": "no"}}, {}, "use_aux_hidden_state is 'no'; it must be true or false"),
+        (EAGLE3 | {"hidden_size": 32, "target_hidden_size": 64, "eagle_config": {"use_aux_hidden_state": False}}, {}, "hidden size 32"),
         (EAGLE3 | {"norm_before_residual": "false"}, {}, "norm_before_residual is 'false'; it must be true or false"),
         (EAGLE3 | {"eagle_config": {"use_aux_norm": 0.5}}, {}, "use_aux_norm is 0.5; it must be true or false"),
         (EAGLE | {"architectures": ["PhiForCausalLM"]}, {}, "PhiForCausalLM is not supported"),

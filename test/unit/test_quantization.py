@@ -263,6 +263,7 @@ def test_draft_heads_keep_16_bits_beside_a_quantized_target_unless_asked(tmp_pat
         head = make(replace(config, model=replace(config.model, quant=quant)), target)
         head.load(dummy_weights(head.expected_weights(), torch.float32, CPU, 2))
         block = head.layers[0]
+        assert head.fc is not None
         assert head.fc.scheme is DENSE
         return [gemm.linear.scheme.name for gemm in block.attention.gemms(target.final_norm, target.final_norm)]
 

@@ -48,7 +48,8 @@ class DraftConfig:
 
     Attributes:
         model: its decoder; `max_context_len` is the target's, since published heads state their training length instead.
-        aux_layers: EAGLE-3 and DFlash: target layers whose input the draft reads, for `DecoderModel.forward`; () for others.
+        aux_layers: EAGLE-3 and DFlash: target layers whose input the draft reads, for `DecoderModel.forward`; () for drafts that read the
+            target's last state, or none.
         layout: EAGLE-3: the options in which published heads differ.
         draft_block: DFlash: how blocks are filled; None for other drafts.
     """
@@ -134,8 +135,10 @@ def _eagle(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> D
 
 def _eagle3(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
     model = _untied(_fitted(_parse_head(file, algorithm), algorithm, target), file.folder)
-    _check_width(model.target_hidden_size or model.hidden_size, target)
-    return DraftConfig(model, read_aux_layers(file.raw, target, file.where), Eagle3Layout.read(ConfigFields(file.flat, file.where)))
+    layers, layout = read_aux_layers(file.raw, target, file.where), Eagle3Layout.read(ConfigFields(file.flat, file.where))
+    projects = layout.use_aux_hidden_state
+    _check_width((projects and model.target_hidden_size) or model.hidden_size, target)
+    return DraftConfig(model, layers if projects else (), layout)
 
 
 def _dflash(file: _DraftFile, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:

@@ -25,11 +25,12 @@ NUM_AUX = 3
 class LlamaForCausalLMEagle3(DraftHead, DraftModel):
     """An EAGLE-3 head as a `DraftModel`, with its own norm and an LM head whose vocabulary is often a part of the target's.
 
-    The first draft step reads the target's three states, projected by `fc`; later steps read the head's own residual
-    stream, before its norm or, with `Eagle3Layout.norm_output`, after it. That stream is float32, like the target's.
+    The first draft step reads the target's three states, projected by `fc`, or without `Eagle3Layout.use_aux_hidden_state` the
+    target's last state; later steps read the head's own residual stream, before its norm or, with `norm_output`, after it. That
+    stream is float32, like the target's.
 
     Attributes:
-        fc: the target's three states -> hidden.
+        fc: the target's three states -> hidden; None if the head reads the last one.
     """
 
     def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
@@ -41,13 +42,14 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         super().__init__(config.model, target, group=group)
         c, parts = config.model, self.parts
         self.aux_layers = config.aux_layers
-        self.feature_width = NUM_AUX * (c.target_hidden_size or c.hidden_size)
         self.hidden_width = c.hidden_size
-        if self.feature_width == self.hidden_width:
+        projects = config.layout.use_aux_hidden_state
+        self.feature_width = NUM_AUX * (c.target_hidden_size or c.hidden_size) if projects else c.hidden_size
+        if projects and self.feature_width == self.hidden_width:
             raise ConfigError(f"the EAGLE-3 draft head is as wide as three of its target's hidden states, {self.feature_width}")
         self.hidden_dtype = torch.float32
         self._layout = config.layout
-        self.fc = parts.weights.linear({"fc": c.hidden_size}, self.feature_width)
+        self.fc = parts.weights.linear({"fc": c.hidden_size}, self.feature_width) if projects else None
         first = parts.usual_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
         self.layers = [first, *(parts.usual_block(f"layers.{i}.", i) for i in range(1, c.num_layers))]
         self.attention_specs = tuple(layer.attention.spec for layer in self.layers)
@@ -83,7 +85,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
             raise ConfigError("the draft checkpoint lacks embed_tokens.weight, and its target's embedding has another width")
         self.embed = shared_if_equal(own_embed, target.embed)
         bias = optional.take("fc.bias", (c.hidden_size,))
-        if bias is not None:
+        if bias is not None and self.fc is not None:
             self.fc.bias = bias.to(self.embed.device, target.dtype)
         self.load_map(optional)
         self._load_head(optional)
@@ -101,7 +103,9 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self.lm_head = self.own_head(own)
 
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
-        """The target's three states, concatenated [T, feature_width], -> the head's state [T, hidden]."""
+        """The target's three states, concatenated, or its last state [T, feature_width] -> the head's state [T, hidden]."""
+        if self.fc is None:
+            return aux_hidden
         ops, dtype = self.ops, self.dtype
         x = aux_hidden.to(dtype)
         if self._input_norm is not None:

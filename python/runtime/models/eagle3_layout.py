@@ -27,12 +27,14 @@ class Eagle3Layout:
         fc_norm: each target state is normed separately (`fc_norm.0` and so on).
         norm_before_residual: the residual stream starts with the normed state instead of the state.
         norm_output: draft steps after the first read the final-normed state.
+        use_aux_hidden_state: if false, which only `eagle_config` can say, the head reads the target's last state, without `fc`.
     """
 
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    use_aux_hidden_state: bool = True
 
     @classmethod
     def read(cls, fields: ConfigFields) -> Eagle3Layout:
@@ -46,7 +48,9 @@ class Eagle3Layout:
         def flag(*names: str) -> bool:
             return any(each.flag(name) for each in (fields, inner) for name in names)
 
-        return cls(flag("norm_before_fc"), flag("fc_norm", "use_aux_norm"), flag("norm_before_residual"), flag("norm_output"))
+        reads_three = inner.filled(use_aux_hidden_state=True).flag("use_aux_hidden_state")
+        norms = flag("norm_before_fc"), flag("fc_norm", "use_aux_norm")
+        return cls(*(norms if reads_three else (False, False)), flag("norm_before_residual"), flag("norm_output"), reads_three)
 
 
 FIRST_LAYOUT = Eagle3Layout()

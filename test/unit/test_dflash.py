@@ -267,6 +267,8 @@ def test_a_target_with_mixed_heads_gives_the_text_of_plain_decoding(
         ({}, {"is_causal": "false"}, "is_causal is 'false'; it must be true or false"),
         ({}, {"sliding_window_non_causal": 1}, "sliding_window_non_causal is 1; it must be true or false"),
         ({"selector_rank": 8}, {}, "selector_rank is given: drafts of DFlash 2 are not supported"),
+        ({"projector_type": "dspark"}, {}, "projector_type is 'dspark'; only 'dflash' is supported"),
+        ({"shift_label": True}, {}, "shift_label is True; only False is supported"),
         ({}, of_speculators({}, speculators_model_type="dspark"), "speculators_model_type is 'dspark'; supported are eagle3, dflash"),
         ({}, of_speculators({}, projector_type="domino"), "projector_type is 'domino'; only 'dflash' is supported"),
         ({}, of_speculators({}, sample_from_anchor=True), "sample_from_anchor is True; only False is supported"),

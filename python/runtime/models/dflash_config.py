@@ -15,8 +15,8 @@ BLOCK_SIZE = 16
 """The block size if the file gives none."""
 SECOND_VERSION = ("conv_kernel_size", "selector_rank")
 """Fields by which drafts of DFlash 2, which have other layers, are recognised."""
-OTHER_DRAFTERS: dict[str, object] = {"projector_type": "dflash", "sample_from_anchor": False}
-"""Fields of drafts of speculators whose other values mean another way of drafting."""
+OTHER_DRAFTERS: dict[str, object] = {"projector_type": "dflash", "sample_from_anchor": False, "shift_label": False}
+"""Fields of drafts of speculators and SpecForge whose other values mean another way of drafting, such as DSpark and Domino."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,9 @@ def parse(fields: ConfigFields) -> ModelConfig:
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
+    own = _own_fields(fields)
     for name, supported in OTHER_DRAFTERS.items():
-        if (value := fields.get(name, supported)) != supported:
+        if (value := own.get(name, supported)) != supported:
             raise fields.error(f"{name} is {value!r}; only {supported!r} is supported")
     fields = fields.with_defaults(qwen3.DEFAULTS)
     window = sliding_windows(fields) if fields.given("layer_types") else None

@@ -459,3 +459,18 @@ def test_thoughts_of_a_continued_message_are_kept(tmp_path: Path, last: str) -> 
         )
         begun = last if last.lstrip().startswith("<think>") else f"<think>\n{last}"
         assert text.endswith(f"<|im_start|>assistant\n{begun}")
+
+
+ANALYSIS = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('either a content or a thought') }}{% endif %}"
+    "<analysis {{ m.content or m.thinking }}><call {{ m.tool_calls[0].function.arguments | tojson }}>"
+    "{% else %}<{{ m.role }} {{ m.content }}>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("text", "shown"), [("", "Hm."), ("One moment.", "Hm.\n\nOne moment.")])
+def test_a_call_keeps_its_thought_and_its_text(tmp_path: Path, text: str, shown: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text, "thinking": "Hm.", "tool_calls": [call]}]
+    assert _tokenizer(tmp_path, ANALYSIS).render_chat(chat) == f'<user q><analysis {shown}><call {{"x": 1}}>'

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.entrypoints.openai.chat_updates import ChatFinish
+from runtime.entrypoints.openai.messages import Message
 from runtime.entrypoints.openai.protocol import ChatCompletion
 from runtime.managers.messages import Finish, TextOut
 from runtime.managers.telemetry.progress import Progress
@@ -270,6 +271,12 @@ def test_earlier_calls_and_results_are_rendered() -> None:
     text = bytes(token if token < 256 else ord("#") for token in ids).decode()
     assert '#assistant\n<think>Look it up.</think><tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>#' in text
     assert "#tool\n4 C <|im_end|>#" in text, "a result makes no control token"
+
+
+def test_templates_may_read_thoughts_by_their_older_name() -> None:
+    for field in ("reasoning_content", "reasoning"):
+        shown = Message.model_validate({"role": "assistant", "content": "Yes.", field: "Look it up."}).rendered()
+        assert shown["reasoning_content"] == shown["thinking"] == "Look it up."
 
 
 def test_older_messages_of_functions_are_rendered() -> None:

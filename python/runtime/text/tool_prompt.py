@@ -49,6 +49,7 @@ class TemplateTraits:
         argument_objects: whether it expects the arguments of calls as objects; otherwise as JSON text.
         takes_system: whether it accepts a system message.
         short_ids: whether it accepts only call ids of nine letters and digits, as Mistral's templates do.
+        thought_or_text: whether it rejects a call with both a thought and a text, as gpt-oss's template does.
     """
 
     describes_tools: bool
@@ -56,6 +57,7 @@ class TemplateTraits:
     argument_objects: bool
     takes_system: bool
     short_ids: bool
+    thought_or_text: bool
 
     @classmethod
     def probe(cls, render: Render) -> TemplateTraits:
@@ -65,12 +67,16 @@ class TemplateTraits:
         objects = _VALUE in given and f"'{_KEY}'" not in given
         arguments = arguments if objects else json.dumps(arguments)
         text = given if objects else rendered(render, called(arguments))
+        _, call, result = called(arguments)
+        spoken = {**call, "content": _TEXT}
         return cls(
             describes_tools=_NAME in rendered(render, [USER], [_TOOL]),
             renders_calls=_VALUE in text and _TEXT in text,
             argument_objects=objects,
             takes_system=_TEXT in rendered(render, [{"role": "system", "content": _TEXT}, USER]),
             short_ids=_TEXT in text and _TEXT not in rendered(render, called(arguments, name=_LONG_ID)),
+            thought_or_text=bool(rendered(render, [USER, spoken, result]))
+            and not rendered(render, [USER, {**spoken, "thinking": _TEXT}, result]),
         )
 
 
@@ -108,6 +114,8 @@ def fit_tools(messages: Sequence[Message], tools: Sequence[Message], traits: Tem
         fitted = [_with_objects(message) for message in messages] if traits.argument_objects else list(messages)
     if traits.short_ids:
         fitted = [_with_short_ids(message) for message in fitted]
+    if traits.thought_or_text:
+        fitted = [_with_text_in_thought(message) for message in fitted]
     return fitted if traits.describes_tools or not tools else _instructed(fitted, tools, form, traits.takes_system)
 
 
@@ -125,6 +133,14 @@ def _with_short_ids(message: Message) -> Message:
     calls = [{**call, "id": _short_id(call["id"])} for call in message.get("tool_calls") or ()]
     named = {"tool_call_id": _short_id(message["tool_call_id"])} if message.get("tool_call_id") else {}
     return {**message, **named, "tool_calls": calls} if calls else {**message, **named}
+
+
+def _with_text_in_thought(message: Message) -> Message:
+    """A message whose text is part of its thought, if it has a thought and calls."""
+    text, thought = message.get("content"), message.get("thinking")
+    if not (text and thought and message.get("tool_calls")):
+        return message
+    return {**message, "content": "", "thinking": f"{thought}\n\n{text}"}
 
 
 def _short_id(name: str) -> str:

@@ -92,7 +92,7 @@ class Message(Body):
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.thought:
-            message["reasoning_content"] = self.thought
+            message["reasoning_content"] = message["thinking"] = self.thought  # the template of gpt-oss reads the latter
         return message
 
 

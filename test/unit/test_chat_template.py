@@ -461,6 +461,15 @@ def test_thoughts_of_a_continued_message_are_kept(tmp_path: Path, last: str) -> 
         assert text.endswith(f"<|im_start|>assistant\n{begun}")
 
 
+@pytest.mark.parametrize("last", ["<answer>", "<div>\n", " <b>x"])
+def test_a_tag_that_the_template_does_not_know_opens_no_thought(tmp_path: Path, last: str) -> None:
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": last}]
+    for template in (QWEN_THINKING, R1_THINKING):
+        tokenizer = _tokenizer(tmp_path, template)
+        expected = reference(tmp_path).apply_chat_template(chat, continue_final_message=True, tokenize=False)
+        assert tokenizer.render_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
+
+
 ANALYSIS = (
     "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
     "{% if m.content and m.thinking %}{{ raise_exception('either a content or a thought') }}{% endif %}"

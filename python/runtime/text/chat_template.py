@@ -53,6 +53,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, named_tokens: Mapping[str, str], control: ControlTokens) -> None:
         self._template = compile_template(source)
+        self._source = source
         self._named_tokens = dict(named_tokens)
         self._control = control
 
@@ -137,7 +138,9 @@ class ChatTemplate:
         text = _final_text(last)
         rendered = self._run([*earlier, _with_suffix(last, tag)], variables, add_generation_prompt=False)
         end = rendered.rfind(tag.strip())
-        changed = _OPENING.match(text) or not rendered[:end].rstrip().endswith(text.strip())
+        opening = _OPENING.match(text)
+        thinks = opening is not None and opening[1] in self._source
+        changed = thinks or not rendered[:end].rstrip().endswith(text.strip())
         if end < 0 or (changed and earlier):
             header = self._header(earlier, last["role"], variables, tag) if earlier else ""
             return _without_repeated_start(header, text) + text

@@ -470,6 +470,16 @@ def test_a_tag_that_the_template_does_not_know_opens_no_thought(tmp_path: Path, 
         assert tokenizer.render_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
 
 
+@pytest.mark.parametrize("written", ["m.arguments | tojson(ensure_ascii=True)", "m.arguments", "m.arguments | string"])
+def test_escaped_text_has_no_marks(tmp_path: Path, written: str) -> None:
+    tokenizer = _tokenizer(tmp_path, "{% for m in messages %}{{ m.content }} {{ WRITTEN }}{% endfor %}".replace("WRITTEN", written))
+    hf = reference(tmp_path)
+    for text in ("ends <", "<|im_end|>", "|im_start|> begins", "\\\\<|im_end|>", "\\ufdd0 <|im_end|>"):
+        chat = [{"role": "user", "content": text, "arguments": {"a": [text]}}]
+        assert tokenizer.render_chat(chat) == hf.apply_chat_template(chat, tokenize=False)
+        assert tokenizer.special_ids.isdisjoint(tokenizer.encode_chat(chat)), "a text makes no control token"
+
+
 ANALYSIS = (
     "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
     "{% if m.content and m.thinking %}{{ raise_exception('either a content or a thought') }}{% endif %}"

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from runtime.errors import RequestError
-from runtime.text.control_tokens import ControlTokens, unused_noncharacters
+from runtime.text.control_tokens import ControlTokens, escaped_mark, unused_noncharacters
 from runtime.text.roles import RoleTraits, fit_roles, has_unusual_order
 from runtime.text.template_sandbox import compile_template, render_bounded
 from runtime.text.tool_prompt import HERMES_FORM, PLAIN_TOOL, USER, Message, TemplateTraits, fit_tools, rendered, uses_tools
@@ -93,10 +93,12 @@ class ChatTemplate:
         chat = [self._guarded(message, mark) for message in messages]
         variables = {**self._named_tokens, **{name: self._control.for_others(value, mark) for name, value in kwargs.items()}}
         variables["tools"] = self._control.for_others(tools, mark) or None
-        if not continue_final_message:
-            return Rendered(self._run(chat, variables, add_generation_prompt), mark)
-        assert not add_generation_prompt, "continue_final_message excludes add_generation_prompt"
-        return Rendered(self._run_unfinished(chat, variables, tag + " "), mark)
+        if continue_final_message:
+            assert not add_generation_prompt, "continue_final_message excludes add_generation_prompt"
+            text = self._run_unfinished(chat, variables, tag + " ")
+        else:
+            text = self._run(chat, variables, add_generation_prompt)
+        return Rendered(text.replace(escaped_mark(mark), mark), mark)
 
     def _guarded(self, message: Message, mark: str) -> dict[str, Any]:
         guards = {"content": self._control.for_assistant} if message["role"] == "assistant" else {}

@@ -83,16 +83,21 @@ class TextGuard:
 
 
 def unused_noncharacters(messages: object, template_kwargs: object) -> tuple[str, str]:
-    """Return two noncharacters that do not occur in a request.
+    """Return two noncharacters that do not occur in a request, neither as characters nor escaped.
 
     Raises:
         RequestError: the request is not plain JSON, or it uses all noncharacters.
     """
     try:
-        used = set(json.dumps([messages, template_kwargs], ensure_ascii=False))
+        used = json.dumps([messages, template_kwargs], ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError("messages must consist of plain JSON values that are not nested deeply.", "messages") from error
-    free = [char for char in _NONCHARACTERS if char not in used]
+    free = [char for char in _NONCHARACTERS if char not in used and escaped_mark(char) not in used]
     if len(free) < 2:
         raise RequestError("messages must not use all of the Unicode noncharacters U+FDD0 to U+FDEF.", "messages")
     return free[0], free[1]
+
+
+def escaped_mark(mark: str) -> str:
+    """The mark as it appears if a template writes a text as ASCII JSON or as a Python literal."""
+    return ascii(mark)[1:-1]

@@ -133,6 +133,9 @@ def write(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
             form = ("<function={}>", "</function>", "<parameter={}>", "</parameter>")
             escaped = [(call, {key: html_text(value) for key, value in arguments.items()}) for call, arguments in calls]
             return "\n".join(f"<tool_call>\n{xml(call, arguments, *form)}\n</tool_call>" for call, arguments in escaped)
+        case "seed_oss":
+            form = ("<function={}>", "</function>", "<parameter={}>", "</parameter>")
+            return "\n".join(f"<seed:tool_call>\n{xml(*call, *form)}\n</seed:tool_call>" for call in calls)
         case "minimax-m2":
             form = ('<invoke name="{}">', "</invoke>", '<parameter name="{}">', "</parameter>")
             return "<minimax:tool_call>\n" + "\n".join(xml(*call, *form) for call in calls) + "\n</minimax:tool_call>"

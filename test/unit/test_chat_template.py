@@ -461,6 +461,13 @@ def test_thoughts_of_a_continued_message_are_kept(tmp_path: Path, last: str) -> 
         assert text.endswith(f"<|im_start|>assistant\n{begun}")
 
 
+def test_a_continued_thought_may_have_other_tags(tmp_path: Path) -> None:
+    template, last = QWEN_THINKING.replace("think>", "seed:think>"), "<seed:think>Let me"
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": last}]
+    text = _tokenizer(tmp_path, template).render_chat(chat, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith(f"<|im_start|>assistant\n{last}")
+
+
 @pytest.mark.parametrize("last", ["<answer>", "<div>\n", " <b>x"])
 def test_a_tag_that_the_template_does_not_know_opens_no_thought(tmp_path: Path, last: str) -> None:
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": last}]

@@ -185,7 +185,7 @@ def test_glm_arguments_may_be_absent_and_on_one_line() -> None:
 
 
 def test_values_keep_their_line_breaks() -> None:
-    for name in ("qwen3_coder", "mimo", "minimax-m2", "glm47", "gemma4"):
+    for name in ("qwen3_coder", "mimo", "seed_oss", "minimax-m2", "glm47", "gemma4"):
         calls = [("ns.run-2", {"command": "\n  cd x &&\n\tls\n\n"})]
         assert answers(name, write(name, calls)).parsed == calls
 
@@ -263,7 +263,7 @@ def test_a_call_ends_thinking() -> None:
     assert kept.reasoning == f"I call.\n{write('hermes', TWO)}"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma4", "minimax"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma4", "minimax", "seed_oss"])
 def test_text_like_a_call_does_not_end_thinking(name: str) -> None:
     form, calls = THINK_FORMATS[name], {"qwen3": "hermes", "minimax": "minimax-m2"}.get(name, name)
     for like in (f"A\n{form.ended_by[0]} tag, {form.ended_by[0]}.", f"I may\n{write(calls, [('unknown', {})])}."):

@@ -23,10 +23,10 @@ A_DAY = (0.0, 86400.0)
 GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 FormatChoice = Literal["auto", "safetensors", "gguf", "dummy"]
 ToolParserChoice = Literal[
-    "auto", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "gpt-oss", "glm47", "mimo", "minimax-m2",
-    "gemma4", "pythonic",
+    "auto", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "gpt-oss", "glm47", "mimo", "seed_oss",
+    "minimax-m2", "gemma4", "pythonic",
 ]  # fmt: skip
-ReasoningParserChoice = Literal["auto", "none", "deepseek-r1", "qwen3", "gpt-oss", "glm45", "mimo", "minimax", "gemma4"]
+ReasoningParserChoice = Literal["auto", "none", "deepseek-r1", "qwen3", "gpt-oss", "glm45", "mimo", "seed_oss", "minimax", "gemma4"]
 
 
 def _flag(

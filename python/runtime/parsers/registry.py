@@ -8,7 +8,7 @@ from runtime.parsers.calls import ToolFormat
 from runtime.parsers.gemma4 import Gemma4
 from runtime.parsers.json_formats import DeepSeek, Hermes, Llama3, Mistral
 from runtime.parsers.pythonic import Pythonic
-from runtime.parsers.tagged_formats import GLM47, MIMO, MINIMAX_M2, QWEN3_CODER
+from runtime.parsers.tagged_formats import GLM47, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 from runtime.parsers.thinking import ThinkFormat
 
 HARMONY = "gpt-oss"
@@ -24,6 +24,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseekv31": DeepSeek(fenced=False),
     "glm47": GLM47,
     "mimo": MIMO,
+    "seed_oss": SEED_OSS,
     "minimax-m2": MINIMAX_M2,
     "gemma4": Gemma4(),
     "pythonic": Pythonic(),
@@ -35,6 +36,7 @@ THINK_FORMATS: Mapping[str, ThinkFormat] = {
     "qwen3": ThinkFormat(ended_by=("<tool_call>",)),
     "glm45": ThinkFormat(ended_by=("<tool_call>",)),
     "mimo": ThinkFormat(ended_by=("<tool_call>",)),
+    "seed_oss": ThinkFormat(begin="<seed:think>", end="</seed:think>", ended_by=("<seed:tool_call>",)),
     "minimax": ThinkFormat(forced=True, ended_by=("<minimax:tool_call>",)),
     "gemma4": ThinkFormat(begin="<|channel>thought\n", end="<channel|>", anywhere=True, ended_by=("<|tool_call>",)),
 }
@@ -45,6 +47,7 @@ _TOOL_MARKS = (
     ("gemma4", ("<|tool_call>",)),
     ("minimax-m2", ("<minimax:tool_call>",)),
     ("glm47", ("<arg_key>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseekv31", ("<｜tool▁calls▁begin｜>",)),
@@ -92,6 +95,8 @@ def pick_think_format(asked: str, architecture: str, template: str, short_chat: 
         return HARMONY
     if "<|channel>" in template:
         return "gemma4"
+    if "</seed:think>" in template:
+        return "seed_oss"
     if "</think>" not in template:
         return None
     if "<｜Assistant｜>" in template and THINK_FORMATS["qwen3"].opening(short_chat) == "unknown":

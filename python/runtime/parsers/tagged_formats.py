@@ -1,4 +1,4 @@
-"""Formats that write each parameter between tags: Qwen3-Coder, MiMo, MiniMax-M2 and GLM-4.5 to 4.7."""
+"""Formats that write each parameter between tags: Qwen3-Coder, MiMo, Seed-OSS, MiniMax-M2 and GLM-4.5 to 4.7."""
 
 from __future__ import annotations
 
@@ -149,6 +149,7 @@ QWEN3_CODER = Tagged(
     key="<parameter=", key_end=">", value_end="</parameter>", line_breaks=True,
 )  # fmt: skip
 MIMO = replace(QWEN3_CODER, line_breaks=False, escapes=True)
+SEED_OSS = replace(QWEN3_CODER, begin="<seed:tool_call>", end="</seed:tool_call>", line_breaks=False)
 MINIMAX_M2 = Tagged(
     begin="<minimax:tool_call>", end="</minimax:tool_call>", function='<invoke name="', function_end="</invoke>", name_ends=('">',),
     key='<parameter name="', key_end='">', value_end="</parameter>", shared=True,

@@ -17,7 +17,7 @@ from runtime.text.tool_prompt import HERMES_FORM, PLAIN_TOOL, USER, Message, Tem
 
 MAX_KWARGS_CHARS = 16384
 
-_OPENING = re.compile(r"\s*(<[\w|]+>)")
+_OPENING = re.compile(r"\s*(<[\w|:]+>)")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}

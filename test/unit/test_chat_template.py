@@ -461,6 +461,13 @@ def test_thoughts_of_a_continued_message_are_kept(tmp_path: Path, last: str) -> 
         assert text.endswith(f"<|im_start|>assistant\n{begun}")
 
 
+def test_a_continued_thought_replaces_the_empty_one_of_the_prompt(tmp_path: Path) -> None:
+    template = QWEN_THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nLet me</think>b"}]
+    text = _tokenizer(tmp_path, template).render_chat(chat, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\n<think>\nLet me</think>b")
+
+
 def test_a_continued_thought_may_have_other_tags(tmp_path: Path) -> None:
     template, last = QWEN_THINKING.replace("think>", "seed:think>"), "<seed:think>Let me"
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": last}]

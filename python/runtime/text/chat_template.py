@@ -219,8 +219,9 @@ def _with_suffix(message: Mapping[str, Any], suffix: str) -> dict[str, Any]:
 
 
 def _without_repeated_start(header: str, text: str) -> str:
-    """Remove a tag such as `<think>` from the end of the generation prompt if the message begins with the same tag."""
+    """Remove a tag such as `<think>`, or an empty thought, from the end of the generation prompt if the message begins with the tag."""
     opening = _OPENING.match(text)
-    if opening and header.rstrip().endswith(opening[1]):
-        return header.rstrip().removesuffix(opening[1])
-    return header
+    if opening is None:
+        return header
+    begin, end = re.escape(opening[1]), re.escape(f"</{opening[1][1:]}")
+    return re.sub(rf"{begin}\s*(?:{end}\s*)?\Z", "", header)

@@ -507,3 +507,19 @@ def test_a_call_keeps_its_thought_and_its_text(tmp_path: Path, text: str, shown:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text, "thinking": "Hm.", "tool_calls": [call]}]
     assert _tokenizer(tmp_path, ANALYSIS).render_chat(chat) == f'<user q><analysis {shown}><call {{"x": 1}}>'
+
+
+ONE_CALL = (
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('single calls only') }}{% endif %}"
+    "<{{ m.content }} call {{ m.tool_calls[0].function.arguments | tojson }}>"
+    "{% else %}<{{ m.role }} {{ m.content }}>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [ONE_CALL, ONE_CALL.replace("!= 1", "== 0")], ids=["refuses", "drops"])
+def test_calls_of_one_message_are_split_for_templates_of_single_calls(tmp_path: Path, template: str) -> None:
+    calls = [{"id": f"call{i}", "type": "function", "function": {"name": "f", "arguments": f'{{"x": {i}}}'}} for i in range(3)]
+    results = [{"role": "tool", "tool_call_id": f"call{i}", "content": f"result {i}"} for i in (1, 0)]
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Both.", "tool_calls": calls}, *results]
+    text = _tokenizer(tmp_path, template).render_chat([*chat, {"role": "assistant", "content": "a"}])
+    assert text == '<user q><Both. call {"x": 0}><tool result 0>< call {"x": 1}><tool result 1>< call {"x": 2}><assistant a>'

@@ -29,6 +29,7 @@ HERMES_FORM = f'<tool_call>\n{{"name": "{FUNCTION}", "arguments": {ARGUMENTS}}}\
 
 _NAME, _KEY, _VALUE, _TEXT = "probe_function", "probe_key", "probe_value", "probe_text"
 _SHORT_ID, _LONG_ID = "probe0000", "call_0123456789abcdef01234567"
+_SECOND_ID, _SECOND_VALUE = "probe0001", "probe_second"
 USER = {"role": "user", "content": "x"}
 PLAIN_TOOL = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object", "properties": {}}}}
 _TOOL = {
@@ -49,6 +50,7 @@ class TemplateTraits:
         argument_objects: whether it expects the arguments of calls as objects; otherwise as JSON text.
         takes_system: whether it accepts a system message.
         short_ids: whether it accepts only call ids of nine letters and digits, as Mistral's templates do.
+        one_call: whether a message may have only one call, as with the templates of Llama 3 and gpt-oss.
         thought_or_text: whether it rejects a call with both a thought and a text, as gpt-oss's template does.
     """
 
@@ -57,6 +59,7 @@ class TemplateTraits:
     argument_objects: bool
     takes_system: bool
     short_ids: bool
+    one_call: bool
     thought_or_text: bool
 
     @classmethod
@@ -69,12 +72,15 @@ class TemplateTraits:
         text = given if objects else rendered(render, called(arguments))
         _, call, result = called(arguments)
         spoken = {**call, "content": _TEXT}
+        second = json.loads(json.dumps(call["tool_calls"]).replace(_SHORT_ID, _SECOND_ID).replace(_VALUE, _SECOND_VALUE))
+        twice = [USER, {**call, "tool_calls": [*call["tool_calls"], *second]}, result, {**result, "tool_call_id": _SECOND_ID}]
         return cls(
             describes_tools=_NAME in rendered(render, [USER], [_TOOL]),
             renders_calls=_VALUE in text and _TEXT in text,
             argument_objects=objects,
             takes_system=_TEXT in rendered(render, [{"role": "system", "content": _TEXT}, USER]),
             short_ids=_TEXT in text and _TEXT not in rendered(render, called(arguments, name=_LONG_ID)),
+            one_call=_VALUE in text and _SECOND_VALUE not in rendered(render, twice),
             thought_or_text=bool(rendered(render, [USER, spoken, result]))
             and not rendered(render, [USER, {**spoken, "thinking": _TEXT}, result]),
         )
@@ -114,6 +120,8 @@ def fit_tools(messages: Sequence[Message], tools: Sequence[Message], traits: Tem
         fitted = [_with_objects(message) for message in messages] if traits.argument_objects else list(messages)
     if traits.short_ids:
         fitted = [_with_short_ids(message) for message in fitted]
+    if traits.one_call:
+        fitted = _with_single_calls(fitted)
     if traits.thought_or_text:
         fitted = [_with_text_in_thought(message) for message in fitted]
     return fitted if traits.describes_tools or not tools else _instructed(fitted, tools, form, traits.takes_system)
@@ -133,6 +141,26 @@ def _with_short_ids(message: Message) -> Message:
     calls = [{**call, "id": _short_id(call["id"])} for call in message.get("tool_calls") or ()]
     named = {"tool_call_id": _short_id(message["tool_call_id"])} if message.get("tool_call_id") else {}
     return {**message, **named, "tool_calls": calls} if calls else {**message, **named}
+
+
+def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """Messages with one call each; every call is followed by its results. The first keeps the text and the thought."""
+    single: list[Message] = []
+    groups: dict[str, list[Message]] = {}  # each call of the last message with several, and its results, by id
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if message["role"] == "tool" and (group := groups.get(message.get("tool_call_id", ""))):
+            place = next(i for i in reversed(range(len(single))) if single[i] is group[-1])
+            single.insert(place + 1, message)
+            group.append(message)
+        elif len(calls) > 1:
+            split = [{**message, "tool_calls": calls[:1]}]
+            split += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+            groups = {call["id"]: [each] for call, each in zip(calls, split, strict=True)}
+            single += split
+        else:
+            single.append(message)
+    return single
 
 
 def _with_text_in_thought(message: Message) -> Message:

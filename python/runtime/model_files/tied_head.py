@@ -12,7 +12,7 @@ CHUNK_BYTES = 1 << 16
 """Bytes that are read and compared at a time; they fit into a core's cache."""
 
 
-def has_own_head(folder: Path, embedding: str, head: str = HEAD) -> bool:
+def has_own_head(folder: Path, embedding: str, head: str) -> bool:
     """Whether tensor `head` of the checkpoint differs from tensor `embedding`.
 
     Reads both tensors if both exist. Missing or damaged weights count as tied.

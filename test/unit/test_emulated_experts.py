@@ -199,3 +199,9 @@ def test_rows_of_sorted_pairs_are_those_of_their_tokens_in_float16(width: int) -
         at = tile * tile_rows + torch.arange(len(sorted_pairs))
         want = x[sorted_pairs.long() // top_k][:, order].double()
         assert torch.equal(rows[at].double() * factors[at, None].double(), want)
+    # The same for rows that are sorted already: those between the GEMMs.
+    between = torch.randn((used * tile_rows, width)).to(BF16)
+    rows, factors = widened_rows.prepare_rows(guarded(between), aligned, 0, pdl=True)
+    for tile, count in enumerate(counts):
+        at = slice(tile * tile_rows, tile * tile_rows + count)
+        assert torch.equal(rows[at].double() * factors[at, None].double(), between[at].double())

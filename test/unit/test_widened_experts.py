@@ -33,32 +33,41 @@ def mxfp4(rows: int, columns: int) -> ExpertWeights:
     return ExpertWeights(codes, torch.zeros((2, rows, columns // 32), dtype=torch.uint8))
 
 
+def int4(rows: int, columns: int, group: int) -> ExpertWeights:
+    return ExpertWeights(torch.zeros((2, rows, columns // 2), dtype=torch.uint8), torch.zeros((2, rows, columns // group, 2)).half())
+
+
 def e4m3(rows: int, columns: int, *scales: int) -> ExpertWeights:
     """`scales`: of an expert."""
     return ExpertWeights(torch.zeros((2, rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn), torch.zeros((2, *scales)))
+
+
+def row_scales(kind: WeightFormat, columns: int) -> int:
+    """Bytes; int4 in groups of 128."""
+    return 0 if kind == "fp8" else -(-columns // 128) * 4 if kind == "int4" else columns // 32
 
 
 @pytest.mark.parametrize("columns", [64, 448, 2880, 4096])
 @pytest.mark.parametrize(("kind", "pairs"), CUTS)
 def test_programs_fit_shared_memory(kind: WeightFormat, pairs: int, columns: int) -> None:
     for gated in (False, True):
-        variant = _Variant(kind, pairs, columns, gated, CLAMPED_SWIGLU, True, True)
+        variant = _Variant(kind, pairs, row_scales(kind, columns), 128, gated, CLAMPED_SWIGLU, True, True)
         groups, code_bytes = variant.tile.groups, 128 if kind == "fp8" else 64
         stage = 2 * groups * 64 * code_bytes + pairs * 256
-        scales = variant.stages * STAGE_SCALES * 4 if kind == "fp8" else SLOTS * 2 * groups * 64 * (columns // 32)
+        scales = variant.stages * STAGE_SCALES * 4 if kind == "fp8" else SLOTS * 2 * groups * 64 * row_scales(kind, columns)
         parts = variant.stages * stage + scales + 4 * groups * STAGING_BYTES
         assert parts + 16 * (variant.stages + SLOTS) <= SHARED_BYTES
         assert stage % 1024 == 0, "the swizzle counts from there"
         assert variant.stages >= 2
         text = source(variant)
         assert f"#define STAGES {variant.stages}\n" in text
-        assert f"#define SCALES {columns // 32}\n" in text
+        assert f"#define SCALES {row_scales(kind, columns)}\n" in text
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("kind", "pairs"), CUTS)
 def test_each_number_of_pairs_has_its_instruction(kind: WeightFormat, pairs: int, gated: bool) -> None:
-    variant = _Variant(kind, pairs, 2880, gated, 0, True, True)
+    variant = _Variant(kind, pairs, row_scales(kind, 2880), 128, gated, 0, True, True)
     text, operands = source(variant), "bf16.bf16" if kind == "fp8" and not gated else "f16.f16"
     for count in {variant.tile.fewer or pairs, pairs}:
         assert text.count(f"wgmma.mma_async.sync.aligned.m64n{count}k16.f32.{operands}") == 1
@@ -70,6 +79,14 @@ def test_shapes_of_mxfp4_that_matrices_do_not_divide_are_left_to_other_kernels()
     assert not _takes(mxfp4(128, 8192), mxfp4(8192, 64), CLAMPED, 48), "no two stages fit beside so many scales"
     assert not _takes(mxfp4(128, 64), mxfp4(64, 64), GatedAct(SILU), 48), "float16 may not hold what is between the GEMMs"
     assert not supports(torch.zeros((100, 64), dtype=torch.bfloat16), mxfp4(128, 64), mxfp4(64, 64), CLAMPED, 48), "no GPU"
+
+
+def test_int4_needs_groups_whose_scales_leave_room_for_two_stages() -> None:
+    for act in (SILU, CLAMPED_SWIGLU, GELU_TANH):
+        assert _takes(int4(768, 2048, 128), int4(2048, 384, 128), GatedAct(act), 48)
+    assert _takes(int4(768, 960, 32), int4(960, 384, 32), GatedAct(SILU), 160)
+    assert not _takes(int4(768, 2048, 32), int4(2048, 384, 32), GatedAct(SILU), 160), "no two stages fit beside so many scales"
+    assert not _takes(int4(192, 128, 32), int4(128, 96, 32), GatedAct(SILU), 48), "matrices do not divide the inner size"
 
 
 def test_e4m3_needs_one_scale_for_a_matrix_and_a_stage() -> None:

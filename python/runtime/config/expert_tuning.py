@@ -19,6 +19,7 @@ FEW_BLOCKS = frozenset({1, 4, 8, 16, 32, 64})
 WIDENED_TILES: Mapping[WeightFormat, Mapping[int, float]] = {
     "fp8": {16: 11, 32: 24, 48: math.inf},
     "mxfp4": {16: 11, 32: 24, 48: 40, 64: 50, 80: 112, 160: math.inf},
+    "int4": {16: 11, 32: 24, 48: 40, 64: 50, 80: 112, 160: math.inf},
 }
 """Pairs of the tiles of the grouped WGMMA GEMMs that convert weights in registers, and the largest mean number of pairs of an expert for
 which they are chosen. Measured with uneven routing, where the numbers of pairs deviate from their mean by half of it."""
@@ -133,7 +134,7 @@ H200_EXPERTS = ExpertTuning(
     },
     most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256, "int4": 256},
     wgmma={"dense": (256, WgmmaExpertsConfig(128, 256, 256, 2)), "fp8": (513, WgmmaExpertsConfig(128, 256, 256, 2))},
-    widened={"fp8": (64, 512), "mxfp4": (64, 1 << 30)},
+    widened={"fp8": (64, 512), "mxfp4": (64, 1 << 30), "int4": (64, 1 << 30)},
 )
 
 # On an H100, MXFP4 with 64 tokens takes 187 us by WGMMA and 208 us by the kernels for few tokens; with 40 tokens both take equally long.

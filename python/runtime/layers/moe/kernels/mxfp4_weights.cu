@@ -4,15 +4,11 @@
 // Weights are core matrices of eight rows by 16 bytes. A row of a box has those of eight rows, in elements of eight bytes.
 //
 // Lane (g, t) of a warp gets bytes 4 t to 4 t + 3 of the 16 bytes that share a scale, by `ldmatrix`, and bytes 0 and 2, 1 and 3 of a word widen
-// together. Scales of a matrix are adjacent in memory and loaded in one copy.
+// together.
 //
-// Defined before this text: SLOTS (of the scales of a tile), SCALES (of a row), widened_tiles.cu.
+// Defined before this text: row_scales.cu, whose scales are uint8, one of each 32 columns.
 
 constexpr int STRIP = 8, CORE_BYTES = 16 * STRIP;  // rows of weights in one of a box
-constexpr int SCALE_BYTES_OF_MATRIX = MATRIX * SCALES, SLOT_BYTES = MATRICES * SCALE_BYTES_OF_MATRIX;
-constexpr int SCALE_BYTES = SLOTS * SLOT_BYTES, SCALE_COPIERS = 0;  // lanes that copy the scales of a stage
-
-struct Scales { const u8* at; };  // uint8 [experts, rows, SCALES]
 
 // ld.shared.u16: the scales of two groups, one byte each.
 __device__ __forceinline__ u32 load_scales(u32 from) {
@@ -46,44 +42,6 @@ template <bool SECOND> __device__ __forceinline__ u32 scaled(u32 x, u32 factors)
             : "=r"(y) : "r"(x), "r"(factors));
     return y;
 }
-
-// Slots for the scales of tiles, used round robin: a barrier of each for its bytes, then one of each for the warps that have read them.
-struct Slots {
-    u32 data, barriers;
-    int slot = 0, round = 0;
-
-    __device__ __forceinline__ Slots(u32 data, u32 barriers) : data(data), barriers(barriers) {}
-    __device__ __forceinline__ void init() const {
-        for (int s = 0; s < SLOTS; s++) barrier_init(barriers + s * 8, 1), barrier_init(barriers + (SLOTS + s) * 8, MULTIPLIERS / 32);
-    }
-    __device__ __forceinline__ u32 full() const { return barriers + 8 * slot; }
-    __device__ __forceinline__ u32 empty() const { return full() + 8 * SLOTS; }
-    __device__ __forceinline__ u32 scales() const { return data + SCALES_AT + slot * SLOT_BYTES; }
-    __device__ __forceinline__ void next() {
-        if (++slot == SLOTS) slot = 0, round++;
-    }
-};
-
-// The scales' part of the loading warp.
-struct ScaleLoader {
-    Scales scales;
-    Slots slots;
-
-    // `starts`: the first rows of the matrices among those of all experts, -1 if the item has fewer; `boxes`: how many it has.
-    __device__ __forceinline__ void load_item(const Item& item, const int (&starts)[MATRICES], int boxes, int rows, int lane) {
-        if (lane == 0) {
-            if (slots.round > 0) barrier_wait(slots.empty(), (slots.round - 1) & 1);
-            barrier_expect(slots.full(), boxes * SCALE_BYTES_OF_MATRIX);
-#pragma unroll
-            for (int m = 0; m < MATRICES; m++) {
-                const u32 to = slots.scales() + m * SCALE_BYTES_OF_MATRIX;
-                if (starts[m] >= 0) copy_bulk(to, scales.at + (long)starts[m] * SCALES, SCALE_BYTES_OF_MATRIX, slots.full());
-            }
-        }
-        slots.next();
-    }
-    __device__ __forceinline__ void load_stage(const Ring&, int, int) const {}
-};
 
 // What a multiplying warpgroup does with weights.
 struct Widener {

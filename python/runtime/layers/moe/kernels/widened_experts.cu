@@ -11,11 +11,12 @@
 // 4 t + 3: even columns, then odd ones.
 //
 // GATED: rows of x, which `widened_rows.cu` has prepared in float16, are the pairs' tokens, and act(gate) * up is stored in the order of x in the
-// second GEMM. The second GEMM stores sums times the weights of their pairs, each at the index of its pair, in bfloat16.
+// second GEMM. The second GEMM stores sums times the weights of their pairs, each at the index of its pair, in bfloat16. Its x may be prepared
+// too, so that its rows have factors (PREPARED).
 //
 // Defined before this text: FEWER (of a tile that has no more pairs than these), BIAS, ACT, EARLY and the rest of `fragments.cu`; 1 as CLUSTER_M,
-// CLUSTER_N and SPLIT; X_STRIP (rows of a box of x), LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored); multiply() of both numbers of pairs;
-// widened_tiles.cu; the file of the format.
+// CLUSTER_N and SPLIT; X_STRIP (rows of a box of x), LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored), PREPARED; multiply() of both numbers of
+// pairs; widened_tiles.cu; the file of the format.
 
 constexpr int PITCH = 48, STAGED = 32, STAGING_BYTES = STAGED * PITCH;  // bytes from pair to pair of a warp's results; pairs staged at once
 constexpr int STAGING_AT = SCALES_AT + SCALE_BYTES;
@@ -96,13 +97,14 @@ struct Multiplier {
     }
     template <int N> __device__ __forceinline__ void run_item(const Item& item, Ring& ring, const Widener& widener) const {
         constexpr int CHUNKS = (N + STAGED - 1) / STAGED;
-        float sums[2][N / 2], row_factors[2][2], biases[2][2], factors[CHUNKS];
-        int targets[CHUNKS];  // of one pair in each lane: its row of the output, and what its sums are multiplied by
+        float sums[2][N / 2], row_factors[2][2], biases[2][2], factors[CHUNKS], weights[CHUNKS];
+        int targets[CHUNKS];  // of one pair in each lane: its row of the output, the factor of its row of x, and its weight
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             const int at = STAGED * c + lane, place = item.tile * PAIRS + at;
             targets[c] = at >= item.count ? -1 : GATED ? place : work.tiles.pairs[place];
-            factors[c] = at >= item.count ? 0.0f : GATED ? x_factors[place] : pair_weights[targets[c]];
+            factors[c] = at >= item.count ? 0.0f : PREPARED ? x_factors[place] : 1.0f;
+            weights[c] = GATED || at >= item.count ? 0.0f : pair_weights[targets[c]];
         }
         const int t = lane % 4, own = first_row(item, 2 * group, rows) + 16 * warp;  // row 0 of the warp in the first matrix
 #pragma unroll
@@ -116,11 +118,14 @@ struct Multiplier {
         for (int c = 0; c < CHUNKS; c++) {
             if (STAGED * c >= item.count) continue;
             constexpr int EIGHTS = N < STAGED ? N / 8 : STAGED / 8;  // of pairs
-            float own_factors[EIGHTS][2];                            // of the pairs in this lane's sums
+            float own_factors[EIGHTS][2], own_weights[EIGHTS][2];    // of the pairs in this lane's sums
 #pragma unroll
             for (int b = 0; b < EIGHTS; b++)
 #pragma unroll
-                for (int odd = 0; odd < 2; odd++) own_factors[b][odd] = __shfl_sync(~0u, factors[c], 8 * b + 2 * t + odd);
+                for (int odd = 0; odd < 2; odd++) {
+                    own_factors[b][odd] = PREPARED ? __shfl_sync(~0u, factors[c], 8 * b + 2 * t + odd) : 1.0f;
+                    own_weights[b][odd] = GATED ? 1.0f : __shfl_sync(~0u, weights[c], 8 * b + 2 * t + odd);
+                }
 #pragma unroll
             for (int q = 0; q < (GATED ? 1 : 2); q++) {
                 const int row = own + q * MATRIX;  // of the output's columns, of this warp's 16
@@ -139,7 +144,7 @@ struct Multiplier {
                                 sums[0][at] * (row_factors[0][j / 2] * factor) + biases[0][j / 2],
                                 sums[1][at] * (row_factors[1][j / 2] * factor) + biases[1][j / 2], act.alpha, act.limit
                             );
-                        else v[j] = (sums[q][at] * row_factors[q][j / 2] + biases[q][j / 2]) * factor;
+                        else v[j] = (sums[q][at] * (row_factors[q][j / 2] * factor) + biases[q][j / 2]) * own_weights[b][j % 2];
                     }
                     words[b][0] = narrow(v[0], v[1]), words[b][1] = narrow(v[2], v[3]);
                 }

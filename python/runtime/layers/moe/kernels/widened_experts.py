@@ -23,7 +23,7 @@ from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import GROUPED_PARTS
 from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.kernels.widened_rows import prepare_rows
-from runtime.layers.quantization.mxfp4 import GROUP, ROWS
+from runtime.layers.quantization.mxfp4 import ROWS
 
 MATRIX = 64
 """Weight rows of a matrix that is loaded at once; a warpgroup multiplies by two matrices."""
@@ -32,7 +32,7 @@ DEPTH = 128
 SHARED_BYTES = 227 << 10
 """Maximum shared memory of a block: stages, scales, staged results, barriers."""
 MOST_STAGES, SLOTS = 8, 2
-"""Maximum stages of the ring of weights and rows, and number of tiles whose MXFP4 scales are in shared memory at once."""
+"""Maximum stages of the ring of weights and rows, and number of tiles whose scales of groups are in shared memory at once."""
 STAGE_SCALES = 8
 """Float32 scales per e4m3 stage."""
 STAGING_BYTES = 32 * 48
@@ -43,8 +43,14 @@ X_STRIP = 16
 """Rows of x that are loaded at once, of half the columns of a stage."""
 MOST_GATED = 200.0
 """Largest clamp limit for which float16 can represent the activation's products."""
-CODE_BITS: Mapping[WeightFormat, int] = {"fp8": 8, "mxfp4": 4}
+CODE_BITS: Mapping[WeightFormat, int] = {"fp8": 8, "mxfp4": 4, "int4": 4}
 """Bits per weight in each format that the kernels convert."""
+FILES: Mapping[WeightFormat, tuple[str, ...]] = {
+    "fp8": ("e4m3_weights.cu",),
+    "mxfp4": ("row_scales.cu", "mxfp4_weights.cu"),
+    "int4": ("row_scales.cu", "int4_weights.cu"),
+}
+"""The CUDA files of each format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +69,24 @@ class _Tile:
 
 TILES: Mapping[WeightFormat, dict[int, _Tile]] = {
     "fp8": {16: _Tile(2), 32: _Tile(2, 24), 48: _Tile(2, 24)},
-    "mxfp4": {pairs: _Tile(3 if pairs <= 80 else 2) for pairs in WIDENED_TILES["mxfp4"]},
+    **{kind: {pairs: _Tile(3 if pairs <= 80 else 2) for pairs in WIDENED_TILES[kind]} for kind in ("mxfp4", "int4")},
 }
 """Tiles by number of pairs. Sums of e4m3 need twice the registers, because each stage's sums are scaled before they are added."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """The compile-time parameters of a program; an e4m3 program is valid for any number of columns."""
+    """The compile-time parameters of a program; an e4m3 program is valid for any number of columns.
+
+    Attributes:
+        row_scales: bytes of the scales of a row; 0 for e4m3.
+        group: columns that share an int4 scale; 0 for other formats.
+    """
 
     format: WeightFormat
     pairs: int
-    columns: int
+    row_scales: int
+    group: int
     gated: bool
     act: int
     bias: bool
@@ -87,21 +99,26 @@ class _Variant:
 
     @property
     def bfloat16(self) -> bool:
-        """Whether results are bfloat16: those of the second GEMM, and e4m3's rows between the GEMMs, because their activation is not
-        clamped.
+        """Whether results are bfloat16: those of the second GEMM, and rows between the GEMMs whose activation is not clamped, as MXFP4's
+        is.
         """
-        return not self.gated or self.format == "fp8"
+        return not self.gated or self.format != "mxfp4"
 
     @property
     def operands(self) -> Literal["bf16", "f16"]:
         """The dtype that the tensor cores multiply: prepared rows are float16, and so are MXFP4's rows between the GEMMs."""
-        return "f16" if self.gated or self.format == "mxfp4" else "bf16"
+        return "f16" if self.gated or self.format != "fp8" else "bf16"
+
+    @property
+    def prepared(self) -> bool:
+        """Whether `prepare_rows` has scaled rows of x: the tokens, and int4's rows between the GEMMs."""
+        return self.gated or self.format == "int4"
 
     @property
     def stages(self) -> int:
         """Stages of the ring: as many as fit in the remaining shared memory."""
         matrices = 2 * self.tile.groups
-        scales = SLOTS * matrices * MATRIX * (self.columns // GROUP) if self.format == "mxfp4" else MOST_STAGES * STAGE_SCALES * 4
+        scales = MOST_STAGES * STAGE_SCALES * 4 if self.format == "fp8" else SLOTS * matrices * MATRIX * self.row_scales
         staging, barriers = 4 * self.tile.groups * STAGING_BYTES, 16 * (MOST_STAGES + SLOTS) + 8
         stage = matrices * MATRIX * DEPTH * CODE_BITS[self.format] // 8 + self.pairs * DEPTH * 2
         return min((SHARED_BYTES - scales - staging - barriers) // stage, MOST_STAGES)
@@ -127,10 +144,17 @@ def _readable(weights: ExpertWeights, pairs: int) -> bool:
     assert scale is not None
     if K % MATRIX or not all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (weights.weight, scale)):
         return False
-    if weights.format == "mxfp4":
-        return _Variant("mxfp4", pairs, K, False, 0, False, False).stages >= 2
+    if weights.format != "fp8":
+        return _variant(weights, pairs, False, 0, False).stages >= 2
     _, _, rows, columns = weights.scale_layout
     return rows % MATRIX == 0 and columns % DEPTH == 0  # one scale must cover the rows of a matrix and the columns of a stage
+
+
+def _variant(weights: ExpertWeights, pairs: int, gated: bool, act: int, early: bool) -> _Variant:
+    """The program for these weights."""
+    assert weights.scale is not None
+    row_scales = 0 if weights.format == "fp8" else weights.scale[0, 0].numel() * weights.scale.itemsize
+    return _Variant(weights.format, pairs, row_scales, weights.group, gated, act, weights.bias is not None, early)
 
 
 def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None) -> torch.Tensor:
@@ -144,11 +168,12 @@ def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None)
     experts.check()
     aligned = align(routed.ids, first, E, pairs, pdl=pdl)
     rows, factors = prepare_rows(x, aligned, top_k, pdl=pdl)
-    between = torch.bfloat16 if gate_up.format == "fp8" else torch.float16
+    between = torch.float16 if gate_up.format == "mxfp4" else torch.bfloat16
     h = torch.empty((aligned.tiles * pairs, inner), dtype=between, device=x.device)
     y = torch.empty((T * top_k, hidden), dtype=x.dtype, device=x.device)
     _grouped(experts, aligned, rows, factors, h, gated=True)
-    _grouped(experts, aligned, h, None, y, gated=False)
+    h, factors = prepare_rows(h, aligned, 0, pdl=pdl) if gate_up.format == "int4" else (h, None)
+    _grouped(experts, aligned, h, factors, y, gated=False)
     return sum_pairs(y, routed, out, first, E, added=added, pdl=pdl)
 
 
@@ -161,14 +186,12 @@ def _grouped(
     weights, act, routed, pdl = experts.gate_up if gated else experts.down, experts.act, experts.routed, experts.pdl
     (E, N, K), columns = weights.shape, out.shape[1]
     assert weights.scale is not None
-    fp8, bias = weights.format == "fp8", weights.bias is not None
-    variant = _Variant(weights.format, aligned.rows, 0 if fp8 else K, gated, act.kind if gated else 0, bias, pdl)
-    _kernel(variant)(
+    _kernel(_variant(weights, aligned.rows, gated, act.kind if gated else 0, pdl))(
         min(aligned.tiles * (columns // MATRIX), torch.cuda.get_device_properties(x.device).multi_processor_count),
         (
             cuda_driver.tensor_map(x.data_ptr(), (K, len(x)), x.dtype, (DEPTH // 2, X_STRIP)),
             _map(weights.weight.data_ptr(), E * N, K * CODE_BITS[weights.format] // 8, weights.format),
-            _scales(weights) if fp8 else weights.scale, aligned.argument,
+            _scales(weights) if weights.format == "fp8" else weights.scale, aligned.argument,
             out, weights.bias, routed.weights, factors, N, columns, K, act.argument,
         ),
         pdl,
@@ -208,10 +231,10 @@ def source(variant: _Variant) -> str:
     constants = dict(
         FORMAT=FORMATS[v.format], ACT=v.act, EARLY=int(v.early), ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, CLUSTER_N=1, SPLIT=1,
         X_STRIP=X_STRIP, LOADERS=LOADERS, LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format],
-        PAIRS=v.pairs, FEWER=fewer, STAGES=v.stages, SLOTS=SLOTS, SCALES=v.columns // GROUP, STAGE_SCALES=STAGE_SCALES,
-        GATED=int(v.gated), BIAS=int(v.bias),
+        PAIRS=v.pairs, FEWER=fewer, STAGES=v.stages, SLOTS=SLOTS, SCALES=v.row_scales, STAGE_SCALES=STAGE_SCALES, GROUP=v.group,
+        GATED=int(v.gated), BIAS=int(v.bias), PREPARED=int(v.prepared),
     )  # fmt: skip
     multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in sorted({fewer, v.pairs}))
     here = Path(__file__)
-    parts = (here.with_name(name) for name in ("widened_tiles.cu", "mxfp4_weights.cu" if v.format == "mxfp4" else "e4m3_weights.cu"))
+    parts = map(here.with_name, ("widened_tiles.cu", *FILES[v.format]))
     return fragments.source(here.with_suffix(".cu"), constants, PARTS, GROUPED_PARTS, multiply, *parts)

@@ -1,4 +1,4 @@
-"""MXFP4 experts by WGMMA with weights converted in registers, compared with their definition."""
+"""MXFP4 and int4 experts by WGMMA with weights converted in registers, compared with their definition."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from gpu.moe_layers import expert_pass, masks, routed
 from gpu.test_grouped_gemm import Layer as AnyLayer
 from gpu.test_grouped_gemm import with_counts, worst
 from runtime.config.expert_tuning import WIDENED_TILES
-from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU
+from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, SILU
 from runtime.layers.moe.router import Routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 EXPERTS, TOP_K, ROUNDING = 12, 4, 1e-2
-SIZES = [(512, 384), (2880, 192), (64, 2880), (448, 704), (2880, 1472)]
+SIZES = {
+    "mxfp4": [(512, 384), (2880, 192), (64, 2880), (448, 704), (2880, 1472)],
+    "int4": [(512, 384), (2944, 256), (128, 2944), (384, 640), (2048, 1408)],
+    "int4-32": [(512, 384), (64, 960), (448, 704)],
+}
 """Hidden and inner sizes: whole stages and tiles of weights; half stages; fewer columns than a stage; partial tiles."""
+CASES = [(name, size) for name, sizes in SIZES.items() for size in sizes]
 PAIRS, SOME_PAIRS = tuple(WIDENED_TILES["mxfp4"]), (16, 80, 160)
 
 
 class Layer(AnyLayer):
-    """A random sparse layer in MXFP4."""
+    """A random sparse layer in MXFP4 or int4."""
 
-    def __init__(self, hidden: int, inner: int, experts: int = EXPERTS) -> None:
-        super().__init__("mxfp4", hidden, inner, experts, CLAMPED_SWIGLU)
+    def __init__(self, name: str, hidden: int, inner: int, experts: int = EXPERTS, act: int = SILU) -> None:
+        super().__init__(name, hidden, inner, experts, CLAMPED_SWIGLU if name == "mxfp4" else act)
 
-    def run_mxfp4(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
+    def run_widened(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
         from runtime.layers.moe.kernels.widened_experts import supports, widened_experts
 
         assert supports(x, self.gate_up, self.down, self.act, pairs)
@@ -36,15 +41,15 @@ class Layer(AnyLayer):
 
 
 @pytest.mark.parametrize("rows", [1, 16, 63, 300, 1100])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_every_tile_matches_the_definition(size: tuple[int, int], rows: int) -> None:
-    layer = Layer(*size)
+@pytest.mark.parametrize(("name", "size"), CASES, ids=str)
+def test_every_tile_matches_the_definition(name: str, size: tuple[int, int], rows: int) -> None:
+    layer = Layer(name, *size)
     for hot in (None, TOP_K, TOP_K + 1):  # all experts have some tokens; few experts have all or most tokens
         routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
         want = layer.want(x, routing)
-        for pairs in PAIRS if size == SIZES[0] else SOME_PAIRS:
+        for pairs in PAIRS if size == SIZES[name][0] else SOME_PAIRS:
             for pdl in (False, True):
-                assert worst(layer.run_mxfp4(x, routing, pairs, pdl=pdl), want) < ROUNDING, (pairs, hot, pdl)
+                assert worst(layer.run_widened(x, routing, pairs, pdl=pdl), want) < ROUNDING, (pairs, hot, pdl)
 
 
 COUNTS = (
@@ -59,29 +64,31 @@ COUNTS = (
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_any_counts_of_pairs_match_the_definition(counts: list[int]) -> None:
-    layer, tokens = Layer(512, 384, experts=len(counts)), sum(counts) + 5
+@pytest.mark.parametrize("name", ["mxfp4", "int4"])
+def test_any_counts_of_pairs_match_the_definition(name: str, counts: list[int]) -> None:
+    layer, tokens = Layer(name, 512, 384, experts=len(counts)), sum(counts) + 5
     routing, x = with_counts(counts, tokens), layer.x(tokens)
     want = layer.want(x, routing)
     for pairs in SOME_PAIRS:
-        out = layer.run_mxfp4(x, routing, pairs)
+        out = layer.run_widened(x, routing, pairs)
         assert (out[routing.ids[:, 0] == len(counts)] == 0).all(), pairs
         if sum(counts):
             assert worst(out, want) < ROUNDING, pairs
 
 
-def test_experts_of_other_ranks_are_left_out() -> None:
-    layer, rows, first = Layer(512, 384), 200, 5
+@pytest.mark.parametrize("name", ["mxfp4", "int4"])
+def test_experts_of_other_ranks_are_left_out(name: str) -> None:
+    layer, rows, first = Layer(name, 512, 384), 200, 5
     ids = torch.rand((rows, EXPERTS + 2 * first), device="cuda").argsort(dim=1)[:, :TOP_K].to(torch.int32)
     routing = Routing(ids, torch.rand((rows, TOP_K), device="cuda"), masks(ids, EXPERTS + 2 * first))
     x = layer.x(rows)
     for pairs in SOME_PAIRS:
-        assert worst(layer.run_mxfp4(x, routing, pairs, first=first), layer.want(x, routing, first)) < ROUNDING, pairs
+        assert worst(layer.run_widened(x, routing, pairs, first=first), layer.want(x, routing, first)) < ROUNDING, pairs
 
 
 @pytest.mark.parametrize("pairs", SOME_PAIRS)
 def test_scales_of_any_size_are_applied(pairs: int) -> None:
-    layer, rows = Layer(512, 384), 150
+    layer, rows = Layer("mxfp4", 512, 384), 150
     for weights_, wide in ((layer.gate_up, layer.wide_gate_up), (layer.down, layer.wide_down)):
         assert weights_.scale is not None
         scale = torch.randint(0, 121, weights_.scale.shape, device="cuda", dtype=torch.uint8)
@@ -91,12 +98,25 @@ def test_scales_of_any_size_are_applied(pairs: int) -> None:
     routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
     x[::5] *= 1e4
     x[1::5] *= 1e-6
-    assert worst(layer.run_mxfp4(x, routing, pairs), layer.want(x, routing)) < ROUNDING
+    assert worst(layer.run_widened(x, routing, pairs), layer.want(x, routing)) < ROUNDING
 
 
-def test_results_repeat() -> None:
-    layer = Layer(2880, 192)
+@pytest.mark.parametrize("act", [SILU, GELU_TANH, CLAMPED_SWIGLU])
+def test_rows_beyond_the_range_of_float16_are_scaled(act: int) -> None:
+    layer, rows = Layer("int4-32", 512, 384, act=act), 150
+    routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
+    x[::3] *= 3e4
+    x[1::3] *= 1e-4
+    want = layer.want(x, routing)
+    assert act == CLAMPED_SWIGLU or want.abs().max() > 1e6
+    for pairs in SOME_PAIRS:
+        assert worst(layer.run_widened(x, routing, pairs), want) < ROUNDING, pairs
+
+
+@pytest.mark.parametrize(("name", "inner"), [("mxfp4", 192), ("int4-32", 192)])
+def test_results_repeat(name: str, inner: int) -> None:
+    layer = Layer(name, 2880 if name == "mxfp4" else 960, inner)
     routing, x = routed(500, EXPERTS, TOP_K), layer.x(500)
     for pairs in SOME_PAIRS:
-        first = layer.run_mxfp4(x, routing, pairs)
-        assert all(torch.equal(layer.run_mxfp4(x, routing, pairs, pdl=True), first) for _ in range(20)), pairs
+        first = layer.run_widened(x, routing, pairs)
+        assert all(torch.equal(layer.run_widened(x, routing, pairs, pdl=True), first) for _ in range(20)), pairs

@@ -101,14 +101,14 @@ def test_scales_of_any_size_are_applied(pairs: int) -> None:
     assert worst(layer.run_widened(x, routing, pairs), layer.want(x, routing)) < ROUNDING
 
 
-@pytest.mark.parametrize("act", [SILU, GELU_TANH, CLAMPED_SWIGLU])
+@pytest.mark.parametrize("act", [SILU, GELU_TANH])
 def test_rows_beyond_the_range_of_float16_are_scaled(act: int) -> None:
     layer, rows = Layer("int4-32", 512, 384, act=act), 150
     routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
     x[::3] *= 3e4
     x[1::3] *= 1e-4
     want = layer.want(x, routing)
-    assert act == CLAMPED_SWIGLU or want.abs().max() > 1e6
+    assert want.abs().max() > 1e6
     for pairs in SOME_PAIRS:
         assert worst(layer.run_widened(x, routing, pairs), want) < ROUNDING, pairs
 

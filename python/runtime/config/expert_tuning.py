@@ -127,9 +127,10 @@ H200_EXPERTS = ExpertTuning(
             (256, GroupedConfig(32, 128, 128, 4, 4)),
             (1 << 30, GroupedConfig(128, 128, 64, 8, 3, 4)),
         ),
-        "int4": (  # those of MXFP4, not measured
-            (256, GroupedConfig(32, 128, 128, 4, 4)),
-            (1 << 30, GroupedConfig(128, 128, 64, 8, 3, 4)),
+        "int4": (
+            (256, GroupedConfig(32, 64, 128, 4, 4)),
+            (512, GroupedConfig(64, 128, 64, 4, 3)),
+            (1 << 30, GroupedConfig(128, 128, 64, 4, 3, 4)),
         ),
     },
     most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256, "int4": 256},

@@ -33,7 +33,8 @@ ROPE_NOTES = {
     "default": "",
     "linear": EXTENDED,
     "llama3": "",
-    "yarn": "With `truncate`, `mscale`, `mscale_all_dim`, `attention_factor`, `beta_fast` and `beta_slow`. " + EXTENDED,
+    "yarn": "With `truncate`, `mscale`, `mscale_all_dim`, `attention_factor`, `beta_fast` and `beta_slow`; for Ministral 3 also with "
+    "`llama_4_scaling_beta`, by which queries grow with their position. " + EXTENDED,
     "dynamic": EXTENDED + " transformers computes the base from the length of each text; here it follows from the served context length. "
     "`--context-length` of at most `max_position_embeddings` gives the unscaled embedding, as for short texts in transformers.",
     "longrope": "transformers chooses the factors by the length of each text; here the long ones are used if the served context length "

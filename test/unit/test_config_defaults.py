@@ -49,6 +49,15 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("llama", {**ATTENTION, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "MistralForCausalLM": ("mistral", {**ATTENTION, "sliding_window": 7}),
     "MinistralForCausalLM": ("ministral", {**ATTENTION, "sliding_window": 7, "layer_types": KINDS}),
+    "Ministral3ForCausalLM": (
+        "ministral3",
+        {
+            **ATTENTION, "sliding_window": 7, "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "Qwen2ForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
     "Qwen3ForCausalLM": ("qwen3", {**ATTENTION, **WINDOWS, "attention_bias": True}),
     "Qwen3MoeForCausalLM": ("qwen3_moe", {**ATTENTION, **EXPERTS, **WINDOWS}),

@@ -20,6 +20,7 @@ from runtime.layers.random_streams import RandomStream, uniforms
 from runtime.layers.sampler import draw
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.draft_window import DraftWindow
+from runtime.models.config import QueryScaling
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.draft_tree import top_log_probs
 from runtime.speculative.ngram import NgramHistory
@@ -185,6 +186,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architecture": "Qwen2ForCausalLM", "qkv_bias": True},
     "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True},
     "mistral": {"architecture": "MistralForCausalLM", "window": (11, 1)},
+    "ministral3": {"architecture": "Ministral3ForCausalLM", "query_scaling": QueryScaling(0.5, 8)},
 }
 
 

@@ -26,6 +26,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "compressed-channel",
         {"text_config": {"model_type": "mistral", **COMMON, **SIZES}},
     ),
+    "Ministral3ForCausalLM": ("ministral3", "ministral-tensor", SIZES),
     "Gemma4ForConditionalGeneration": ("gemma4-with-vision", "compressed-channel", {"text_config": SPARSE_GEMMA4}),
 }
 """By architecture: the model of `test_models`, the form of `test_quantization`, and changes to the configuration."""

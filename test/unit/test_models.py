@@ -26,6 +26,8 @@ from transformers import (
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     Mistral3Config,
@@ -119,6 +121,14 @@ PIXTRAL = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
+MINISTRAL3 = {
+    **COMMON,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 10, "beta_fast": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+    },
+}  # fmt: skip
 FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
     "llama-tied-biases-llama3": (
@@ -160,6 +170,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "mistral3-tied": (
         Mistral3ForConditionalGeneration,
         Mistral3Config(text_config={"model_type": "mistral", **COMMON}, vision_config={"model_type": "pixtral", **PIXTRAL}),
+    ),
+    "ministral3": (Ministral3ForCausalLM, Ministral3Config(**MINISTRAL3)),
+    "ministral3-window-tied": (Ministral3ForCausalLM, Ministral3Config(**MINISTRAL3, sliding_window=7, tie_word_embeddings=True)),
+    "ministral3-with-vision": (
+        Mistral3ForConditionalGeneration,
+        Mistral3Config(text_config={"model_type": "ministral3", **MINISTRAL3}, vision_config={"model_type": "pixtral", **PIXTRAL}),
     ),
     "ministral": (
         MinistralForCausalLM,
@@ -679,8 +695,8 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters differs between layers; only for Gemma 4"),
         (
-            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
-            "text_config.model_type is 'ministral3'; only 'mistral'",
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral4"}},
+            "text_config.model_type is 'mistral4'; only 'mistral' and 'ministral3' are supported",
         ),
         ({"rope_scaling": {"sliding_attention": {"factor": 2.0}}}, "rope_scaling differs between layers; only for Gemma 4"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

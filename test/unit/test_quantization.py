@@ -76,6 +76,16 @@ def quantized(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tens
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen-block": ("block", {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
     "static-tensor": ("tensor", {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}),
+    "ministral-tensor": (
+        "tensor",
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "dequantize": False,
+            "weight_block_size": None,
+            "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+        },
+    ),
     "compressed-channel": (
         "channel",
         {
@@ -187,9 +197,10 @@ def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> PreTrain
     projections = [name for name in tensors if PROJECTION.search(name) and ".router." not in name and "vision" not in name]
     for name in [name for name in projections if not quant.keeps(name.removesuffix(".weight"))]:
         tensors[name], scales, wide[name] = quantized(tensors[name], kind)
-        tensors[name.replace("weight", quant.scale_name)] = scales.clone()
+        ministral = form == "ministral-tensor"
+        tensors[name.replace("weight", "weight_scale_inv" if ministral else quant.scale_name)] = scales.clone()
         if config.get("activation_scheme") == "static" or form == "modelopt":
-            tensors[name.replace("weight", "input_scale")] = torch.tensor(0.1)
+            tensors[name.replace("weight", "activation_scale" if ministral else "input_scale")] = torch.tensor(0.1)
     if form == "modelopt":
         tensors |= {f"model.layers.0.self_attn.{part}_proj.{part}_scale": torch.tensor(0.5) for part in "kv"}
     save_file(tensors, folder / "model.safetensors")

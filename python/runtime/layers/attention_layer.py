@@ -84,8 +84,10 @@ class Attention(AttentionLayer[torch.Tensor]):
 
     def __init__(self, spec: AttentionSpec, qkv_proj: Linear, o_proj: Linear, ops: BlockOps, row_norms: RowNorms | None = None) -> None:
         assert spec.heads is not None, "attention per head needs heads"
+        scaled = spec.heads.rope.query_scales is not None
+        assert not scaled or spec.heads.q_norm is None, "a norm per head would undo the scale of the queries"
         self._row_norms = row_norms
-        self.kernel_launches = 5 + (0 if row_norms is None else row_norms.kernel_launches)
+        self.kernel_launches = 5 + (0 if row_norms is None else row_norms.kernel_launches) + scaled
         self.spec, self.heads, self.qkv_proj, self.o_proj, self.ops = spec, spec.heads, qkv_proj, o_proj, ops
 
     @property
@@ -108,19 +110,27 @@ class Attention(AttentionLayer[torch.Tensor]):
 
     def write_kv(self, qkv: torch.Tensor, context: PassContext) -> None:
         """Write k and v to the pool."""
-        self.ops.rope_and_cache(self._normed(qkv), self.heads, self.spec.layer_id, context)
+        self.ops.rope_and_cache(self._prepared(qkv, context), self.heads, self.spec.layer_id, context)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`; in one kernel if the backend has one."""
-        qkv = self._normed(qkv)
+        qkv = self._prepared(qkv, context)
         attended = context.backend.forward_rows(qkv, self.spec, context.batch)
         if attended is not None:
             return attended
         q = self.ops.rope_and_cache(qkv, self.heads, self.spec.layer_id, context)
         return context.backend.forward(q, self.spec, context.batch)
 
-    def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
-        return qkv if self._row_norms is None else self.ops.norm_rows(qkv, self._row_norms)
+    def _prepared(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
+        """The qkv rows with q and k normed over all heads and queries scaled by position, if the model does so; in the same storage."""
+        if self._row_norms is not None:
+            qkv = self.ops.norm_rows(qkv, self._row_norms)
+        scales = context.query_scales(self.heads.rope)
+        if scales is not None:
+            # A rotation is linear, so queries may be scaled before it. Here no backend needs to know of the scale, not even the kernel
+            # that rotates and attends, and the operation can be captured: positions and the table are on the device.
+            qkv[:, : self.heads.num_q_heads * self.heads.head_dim].mul_(scales)
+        return qkv
 
     def output(self, attended: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """The output projection of `attended`, [T, hidden]. `in_prompt`: as in `Stream`."""

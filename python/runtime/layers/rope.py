@@ -19,10 +19,12 @@ class Rope:
     Attributes:
         cos_sin: float32 [max_positions, R]: cosines of the R / 2 angles, then sines.
         interleaved: whether entries 2i and 2i + 1 rotate together (GPT-J), instead of i and i + R / 2 (NeoX).
+        query_scales: float32 [max_positions], the factor of queries by position; None for 1. `Attention` applies it, not the rotation.
     """
 
     cos_sin: torch.Tensor
     interleaved: bool = False
+    query_scales: torch.Tensor | None = None
 
     @property
     def dim(self) -> int:

@@ -41,6 +41,14 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Growth of queries with their position, as in Llama 4: the factor 1 + beta * log(1 + floor(position / length))."""
+
+    beta: float
+    length: int
+
+
 Scoring = Literal["softmax", "sigmoid", "topk_softmax"]
 
 
@@ -145,6 +153,7 @@ class ModelConfig:
         sinks: whether each query head has an attention sink.
         rotary_dim: leading entries of a head that are rotated; None for all.
         rope_interleaved: whether entries 2i and 2i + 1 rotate together, instead of i and i + half.
+        query_scaling: how queries grow with their position; None for not at all.
         latent: None for attention with keys and values per head.
         mtp: None where the checkpoint holds no layer for multi-token prediction.
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
@@ -189,6 +198,7 @@ class ModelConfig:
     sinks: bool = False
     rotary_dim: int | None = None
     rope_interleaved: bool = False
+    query_scaling: QueryScaling | None = None
     latent: LatentConfig | None = None
     mtp: MtpConfig | None = None
     draft_vocab_size: int | None = None

@@ -49,7 +49,9 @@ class ModelParts:
     @property
     def rope_bytes(self) -> int:
         """Bytes of all rotary tables."""
-        return self.rope.cos_sin.nbytes + sum(parts.rope_bytes for parts in self._others.values())
+        scales = self.rope.query_scales
+        own = self.rope.cos_sin.nbytes + (0 if scales is None else scales.nbytes)
+        return own + sum(parts.rope_bytes for parts in self._others.values())
 
     def of_layer(self, layer: int) -> ModelParts:
         """The parts for the attention of layer `layer`, whose heads may differ from the model's; shares the table of parameters."""

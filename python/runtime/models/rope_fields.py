@@ -50,11 +50,7 @@ def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeF
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    if chosen is None:
-        name = "rope_scaling" if fields.get("rope_scaling", {}) else "rope_parameters"
-        chosen = fields.mapping(name)
-        if chosen.given("full_attention") or chosen.given("sliding_attention"):
-            raise fields.error(f"{name} differs between layers; only for Gemma 4 is this supported")
+    chosen = rope_object(fields) if chosen is None else chosen
     theta = chosen.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA))
     partial = chosen.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     context = fields.positive("max_position_embeddings")
@@ -66,8 +62,7 @@ def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeF
         raise fields.error(f"the {kind} rope scaling lacks {missing[0]!r}")
     if kind == "default":
         return RopeFields(theta, None, partial, context)
-    # As in transformers, the top-level field wins over the one in the object.
-    original = fields.optional_positive("original_max_position_embeddings") or chosen.positive("original_max_position_embeddings", context)
+    original = original_context(fields, chosen)
     if kind == "llama3":
         bounds = low, high = chosen.number("low_freq_factor", 1.0), chosen.number("high_freq_factor", 1.0)
         if high <= low:
@@ -87,6 +82,21 @@ def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeF
     if kind == "proportional":
         return RopeFields(theta, RopeScaling("proportional", factor, rotated=partial), 1.0, context)
     return RopeFields(theta, RopeScaling("linear", factor), partial, _extended(context, original, factor))
+
+
+def rope_object(fields: ConfigFields) -> ConfigFields:
+    """The object with the parameters of all layers."""
+    name = "rope_scaling" if fields.get("rope_scaling", {}) else "rope_parameters"
+    chosen = fields.mapping(name)
+    if chosen.given("full_attention") or chosen.given("sliding_attention"):
+        raise fields.error(f"{name} differs between layers; only for Gemma 4 is this supported")
+    return chosen
+
+
+def original_context(fields: ConfigFields, chosen: ConfigFields) -> int:
+    """The context length before scaling. As in transformers, the top-level field wins over the one in the object `chosen`."""
+    name = "original_max_position_embeddings"
+    return fields.optional_positive(name) or chosen.positive(name, fields.positive("max_position_embeddings"))
 
 
 def _extended(context: int, original: int, factor: float) -> int:

@@ -1,4 +1,4 @@
-"""The rotary table that a model's config describes."""
+"""The rotary table, and the scales of queries by position, that a model's config describes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ POSITION_MARGIN = 128
 
 
 def build_rope(config: ModelConfig, device: torch.device) -> Rope:
-    """Cosines and sines of every position that a pass may compute.
+    """Cosines, sines and scales of queries of every position that a pass may compute.
 
     Returns:
-        A table float32 [max_context_len + POSITION_MARGIN, rotary_dim] on `device`.
+        Tables of max_context_len + POSITION_MARGIN positions on `device`.
 
     Raises:
         ConfigError: the number of longrope factors does not fit the heads.
@@ -28,7 +28,10 @@ def build_rope(config: ModelConfig, device: torch.device) -> Rope:
     # float32 angles, as in training: float64 would give angles that the model was not trained with.
     angles = torch.outer(positions, inverse_frequencies(dim, config.rope_theta, scaling, config.max_context_len))
     magnitude = 1.0 if scaling is None else scaling.magnitude
-    return Rope((torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude).to(device), config.rope_interleaved)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude
+    growth = config.query_scaling
+    scales = None if growth is None else 1 + growth.beta * torch.log(1 + torch.floor(positions / growth.length))
+    return Rope(table.to(device), config.rope_interleaved, None if scales is None else scales.to(device))
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None, max_context_len: int = 0) -> torch.Tensor:

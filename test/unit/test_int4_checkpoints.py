@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -124,6 +125,22 @@ def test_a_token_has_the_same_bits_in_every_window(tmp_path: Path, family: str, 
     alone = states(1, DECODE)
     for width in (2, 4, 10):
         assert torch.equal(states(width, VERIFY), alone), width
+
+
+def test_gptq_weights_may_be_described_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """As by older versions of AutoGPTQ, which leave out the method and the format."""
+    reference = write_int4(tmp_path, Checkpoint("llama", tmp_path / "plain", **SIZES).reference, FORMS["gptq-128"])
+    raw, in_config = json.loads((tmp_path / "config.json").read_text()), load_hf_config(tmp_path).quant
+    fields = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "sym": False, "model_file_base_name": "model"}
+    (tmp_path / "quantize_config.json").write_text(json.dumps({**fields, "bits": 8}))
+    assert load_hf_config(tmp_path).quant == in_config, "config.json counts"
+    del raw["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"\(quantize_config\.bits: 8\), which is not supported"):
+        load_hf_config(tmp_path)
+    (tmp_path / "quantize_config.json").write_text(json.dumps(fields))
+    assert load_hf_config(tmp_path).quant == in_config
+    exact_layers(loaded(tmp_path), reference)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -16,13 +16,15 @@ from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 DEFAULT_EPS = 1e-6
 OUTER_FIELDS = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
 """The fields of a multimodal model that describe its decoder too; any others are not the decoder's, as in transformers."""
+OWN_FILES = {"hf_quant_config": "modelopt", "quantize_config": "gptq"}
+"""Files in which ModelOpt and older AutoGPTQ describe the weights, without `.json`, and the `quant_method` that they leave out."""
 ACTIVATIONS = ("silu", "swish")
 """The names of the supported activation."""
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """The fields of a folder's config.json. The `eos_token_id` of generation_config.json, if any, comes before its own, and
-    ModelOpt's hf_quant_config.json is added as a field of that name.
+    ModelOpt's hf_quant_config.json and AutoGPTQ's quantize_config.json are added as fields of these names.
 
     Raises:
         ConfigError: the folder or the file is missing, or is not a JSON object.
@@ -31,8 +33,9 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(f"--model-path {str(folder)!r} is not a folder; give a Hugging Face folder, a hub id or a .gguf file")
     raw = read_object(folder / "config.json")
-    if (folder / "hf_quant_config.json").is_file():
-        raw["hf_quant_config"] = {"quant_method": "modelopt", **read_object(folder / "hf_quant_config.json")}
+    for name, method in OWN_FILES.items():
+        if (folder / f"{name}.json").is_file():
+            raw[name] = {"quant_method": method, **read_object(folder / f"{name}.json")}
     if (folder / "generation_config.json").is_file():
         generation = ConfigFields(read_object(folder / "generation_config.json"), f"{folder}/generation_config.json")
         if generation.given("eos_token_id"):

@@ -9,7 +9,8 @@ from typing import Any
 from runtime.config.quant_config import BLOCK, Int4Format, QuantConfig
 from runtime.models.config_fields import ConfigFields
 
-FIELDS = ("quantization_config", "compression_config", "hf_quant_config")
+FIELDS = ("quantization_config", "compression_config", "hf_quant_config", "quantize_config")
+"""Where a checkpoint may describe its weights; the first that it has counts."""
 GROUPS = (32, 64, 128)
 """Columns with one scale in int4 weights."""
 SUPPORTED = (

@@ -22,7 +22,7 @@ class Form:
     """A format of int4 checkpoints.
 
     Attributes:
-        method: `quant_method`.
+        method: `quant_method` of the layout.
         symmetric: whether all zero points are 8.
         fields: other fields of `quantization_config`.
         order: whether GPTQ files have `g_idx`.
@@ -57,6 +57,11 @@ FORMS = {
     "gptq-128": Form("gptq", 128, order=False),
     "gptq-v2": Form("gptq", 64, fields=(("checkpoint_format", "gptq_v2"),)),
     "gptq-ordered": Form("gptq", fields=(("desc_act", True),)),
+    "auto-round-awq": Form("awq", fields=(("quant_method", "auto-round"), ("packing_format", "auto_round:auto_awq"))),
+    "auto-round-gptq": Form(
+        "gptq", 128, fields=(("quant_method", "auto-round"), ("packing_format", "auto_round:auto_gptq"), ("data_type", "int"))
+    ),
+    "auto-round-gptqmodel": Form("gptq", 64, fields=(("quant_method", "auto-round"), ("packing_format", "auto_round:gptqmodel"))),
     "compressed": Form("compressed-tensors", symmetric=True),
     "compressed-128": Form("compressed-tensors", 128),
 }
@@ -95,7 +100,8 @@ def packed(weight: torch.Tensor, form: Form, zero_points: bool = False) -> tuple
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         return {"qweight": words(numbers.T, 1, order), "qzeros": words(zeros.T, 1, order), "scales": scale.T.contiguous()}, value
     if form.method == "gptq":
-        offset = 0 if dict(form.fields).get("checkpoint_format") == "gptq_v2" else 1
+        fields = dict(form.fields)
+        offset = 0 if "gptq_v2" in fields.values() or "auto_round:gptqmodel" in fields.values() else 1
         stored = words(zeros.T, 1) - offset * 0x11111111  # whole words, as GPTQModel does: a code of 0 borrows from the next one
         tensors = {"qweight": words(numbers.T, 0), "qzeros": stored, "scales": scale.T.contiguous()}
         return tensors | ({"g_idx": torch.arange(columns, dtype=torch.int32) // form.group} if form.order else {}), value

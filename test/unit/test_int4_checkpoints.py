@@ -396,7 +396,17 @@ def test_layers_that_are_not_converted_keep_their_weights() -> None:
     some = quant(FORMS["gptq"], modules_in_block_to_quantize=[["self_attn.q_proj"], ["mlp.down_proj"]])
     assert some.keeps(within)
     assert not some.keeps("model.layers.0.self_attn.q_proj")
-    assert all(each.keeps(name) for each in (awq, gptq, some) for name in (gate, "lm_head"))
+    rules = {"model.language_model.layers.3.mlp.experts.7.up_proj": {"bits": 16, "data_type": "float"}, r".*layers\.5\.mlp.*": {"bits": 16}}
+    rules["model.layers.4.mlp.down_proj"] = {"bits": 4, "group_size": None, "sym": True}
+    for blocks in ("model.layers,model.visual.blocks", [["model.language_model.layers"], ["visual.blocks"]], None):
+        rounded = quant(FORMS["auto-round-gptq"], extra_config=rules, block_name_to_quantize=blocks)
+        assert rounded.keeps(within)
+        assert rounded.keeps("model.layers.5.mlp.down_proj")
+        assert not rounded.keeps("model.layers.4.mlp.down_proj")
+        assert not rounded.keeps("model.layers.3.mlp.experts.7.up_proj_too")
+        assert rounded.keeps("model.mtp.0.self_attn.q_proj") == (blocks is not None)
+    assert quant(FORMS["auto-round-awq"], modules_to_not_convert=["layers.3.mlp.exp"]).keeps(within)
+    assert all(each.keeps(name) for each in (awq, gptq, some, rounded) for name in (gate, "lm_head"))
 
 
 def test_a_flag_may_name_the_format_of_the_checkpoint() -> None:
@@ -431,6 +441,16 @@ def test_a_flag_may_name_the_format_of_the_checkpoint() -> None:
     ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic: rules that do not exclude layers"),
     ("gptq", {"dynamic": {".*": {"bits": 8}}}, "dynamic: rules that do not exclude layers"),
     ("gptq", {"quant_method": "bitsandbytes"}, "quant_method: bitsandbytes"),
+    ("auto-round-gptq", {"packing_format": "auto_round:llm_compressor"}, "packing_format: auto_round:llm_compressor"),
+    ("auto-round-gptq", {"packing_format": None}, "packing_format: missing"),
+    ("auto-round-gptq", {"data_type": "mx_fp"}, "data_type: mx_fp"),
+    ("auto-round-gptq", {"act_bits": 8}, "act_bits: 8"),
+    ("auto-round-gptq", {"quant_lm_head": True}, "quant_lm_head: True"),
+    ("auto-round-gptq", {"bits": 2}, "bits: 2"),
+    ("auto-round-awq", {"group_size": -1}, "group_size: -1"),
+    ("auto-round-gptq", {"extra_config": {"a.b": {"bits": 8}}}, "extra_config: a format of its own for a.b"),
+    ("auto-round-gptq", {"extra_config": {"a": {"group_size": 32}}}, "extra_config: a format of its own for a"),
+    ("auto-round-gptq", {"extra_config": {"lm_head": {"bits": 4}}}, "extra_config: a format of its own for lm_head"),
 ])  # fmt: skip
 def test_other_forms_are_refused_by_field(form: str, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=rf"\(quantization_config\.{re.escape(said)}\), which is not supported; supported are .* int4"):
@@ -446,6 +466,10 @@ def test_other_forms_are_refused_by_field(form: str, fields: dict[str, Any], sai
     ("compressed", {"group_size": [32]}, "quantization_config.config_groups.group_0.weights.group_size is [32]; it must be an integer"),
     ("compressed", {"num_bits": "4"}, "quantization_config.config_groups.group_0.weights.num_bits is '4'; it must be an integer"),
     ("gptq", {"desc_act": "yes"}, "desc_act is 'yes'; it must be true or false"),
+    ("auto-round-gptq", {"extra_config": {"a": 16}}, "quantization_config.extra_config must be an object of objects"),
+    ("auto-round-gptq", {"extra_config": {"a": {"bits": "16"}}}, "quantization_config.extra_config.a.bits is '16'; it must be an integer"),
+    ("auto-round-gptq", {"extra_config": {"a(": {"bits": 16}}}, 'holds "re:.*(?:a()", which is not a regular expression'),
+    ("auto-round-gptq", {"block_name_to_quantize": 3}, "block_name_to_quantize is 3; it must be a list of names of layers"),
     ("compressed", {"symmetric": "no"}, "symmetric is 'no'; it must be true or false"),
     ("compressed", {"strategy": None}, "quantization_config.config_groups.group_0.weights.strategy: missing), which is not supported"),
 ])  # fmt: skip

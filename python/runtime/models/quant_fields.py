@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from runtime.config.quant_config import BLOCK, Int4Format, QuantConfig
 from runtime.models.config_fields import ConfigFields
 
 FIELDS = ("quantization_config", "compression_config", "hf_quant_config", "quantize_config")
 """Where a checkpoint may describe its weights; the first that it has counts."""
+DECODER = "model.language_model."
+"""What names of the decoder's layers begin with in multimodal models in memory; in some checkpoints they begin otherwise."""
 GROUPS = (32, 64, 128)
 """Columns with one scale in int4 weights."""
 SUPPORTED = (
     "fp8 (e4m3, one scale for 128 x 128 entries, a row or a tensor), compressed-tensors and modelopt in that format, mxfp4, "
-    "and int4 with a scale for 32, 64 or 128 columns: awq (version gemm), gptq (without activation order) and "
-    "compressed-tensors (pack-quantized)"
+    "and int4 with a scale for 32, 64 or 128 columns: awq (version gemm), gptq (without activation order), auto-round in the layouts of "
+    "both and compressed-tensors (pack-quantized)"
 )
+AUTO_ROUND: Mapping[str, tuple[Literal["awq", "gptq"], int]] = {
+    "auto_round:auto_awq": ("awq", 0),
+    "auto_round:auto_gptq": ("gptq", 1),
+    "auto_round:gptqmodel": ("gptq", 0),
+    "auto_round": ("gptq", 0),
+}
+"""The layout of each `packing_format` of AutoRound, and what is added to its stored zero points."""
 MODELOPT_ROWS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 """ModelOpt algorithms with one weight scale per tensor or per row."""
 
@@ -43,6 +53,8 @@ def read_quantization(fields: ConfigFields) -> QuantConfig | None:
         return _awq(quant, name)
     if method == "gptq":
         return _gptq(quant, name)
+    if method == "auto-round":
+        return _auto_round(quant, name)
     if method == "modelopt":
         return _modelopt(quant.under("quantization"), name)
     raise _refused(quant, f"{name}.quant_method", method)
@@ -125,8 +137,12 @@ def _awq(quant: ConfigFields, name: str) -> QuantConfig:
     version = quant.get(field, "gemm")
     if str(version).lower() != "gemm":
         raise _refused(quant, f"{name}.{field}", version)
-    kept = tuple(f"re:.*{re.escape(entry)}" for entry in _names(quant, "modules_to_not_convert"))
-    return QuantConfig("int4", kept=kept, int4=Int4Format("awq", _group(quant, quant, name)))
+    return QuantConfig("int4", kept=_with_part(_names(quant, "modules_to_not_convert")), int4=Int4Format("awq", _group(quant, quant, name)))
+
+
+def _with_part(parts: Iterable[str]) -> tuple[str, ...]:
+    """Patterns of the layers whose names contain one of `parts`."""
+    return tuple(f"re:.*{re.escape(part)}" for part in parts)
 
 
 def _gptq(quant: ConfigFields, name: str) -> QuantConfig:
@@ -151,6 +167,51 @@ def _gptq(quant: ConfigFields, name: str) -> QuantConfig:
         zero_offset=int(storage == "gptq"), ordered=quant.flag("desc_act"),
     )  # fmt: skip
     return QuantConfig("int4", kept=kept, only=_checked(quant, f"{name}.modules_in_block_to_quantize", only), int4=form)
+
+
+def _auto_round(quant: ConfigFields, name: str) -> QuantConfig:
+    """The layouts of AutoAWQ and GPTQ under AutoRound's names. Its rules for single layers may only exclude them."""
+    _check_bits(quant, name)
+    packing = quant.get("packing_format", "missing")
+    if packing not in AUTO_ROUND:
+        raise _refused(quant, f"{name}.packing_format", packing)
+    for field, usual in (("data_type", ("int",)), ("act_bits", (16, 32)), ("quant_lm_head", (False,))):
+        if quant.get(field, usual[0]) not in usual:
+            raise _refused(quant, f"{name}.{field}", quant.get(field, None))
+    columns, (form, offset) = _group(quant, quant, name), AUTO_ROUND[packing]
+    kept = (*_excluded(quant, name, columns), *_with_part(_names(quant, "modules_to_not_convert")))
+    return QuantConfig("int4", kept=kept, only=_blocks(quant, name), int4=Int4Format(form, columns, zero_offset=offset))
+
+
+def _excluded(quant: ConfigFields, name: str, columns: int) -> tuple[str, ...]:
+    """The layers that AutoRound's `extra_config` keeps in 16 bits, under whole names or regular expressions.
+
+    Raises:
+        ConfigError: a layer has another format than the others, or is one that is never quantised.
+    """
+    rules, plain, patterns = quant.get("extra_config", {}), list[str](), list[str]()
+    if not isinstance(rules, dict) or not all(isinstance(rule, dict) for rule in rules.values()):
+        raise quant.error(f"{name}.extra_config must be an object of objects")
+    for layer, raw in rules.items():
+        rule = ConfigFields(raw, quant.where).filled(bits=4, group_size=columns, data_type="int")
+        bits = _integer(quant, rule, "bits", f"{name}.extra_config.{layer}")
+        others = (bits, rule.get("group_size", None), rule.get("data_type", None)) != (4, columns, "int")
+        if bits < 16 and (others or layer == "lm_head"):
+            raise _refused(quant, f"{name}.extra_config", f"a format of its own for {layer}")
+        if bits >= 16 and re.fullmatch(r"[\w.-]+", layer):
+            plain.append(layer.removeprefix(DECODER))
+        elif bits >= 16:
+            patterns.append(f"re:.*(?:{layer})")
+    return (*plain, *_checked(quant, f"{name}.extra_config", patterns))
+
+
+def _blocks(quant: ConfigFields, name: str) -> tuple[str, ...]:
+    """The blocks that AutoRound has quantized: names in a list, which may be nested, or with commas between them; () for all."""
+    field = quant.named("block_name_to_quantize", "to_quant_block_names")
+    given = quant.get(field, [])
+    lists = given.split(",") if isinstance(given, str) else given
+    names = [each for some in lists for each in (some if isinstance(some, list) else [some])] if isinstance(lists, list) else lists
+    return tuple(block.removeprefix(DECODER) for block in _checked(quant, f"{name}.{field}", names))
 
 
 def _check_bits(quant: ConfigFields, name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
@@ -141,6 +141,26 @@ def test_gptq_weights_may_be_described_in_a_file_of_their_own(tmp_path: Path) ->
     (tmp_path / "quantize_config.json").write_text(json.dumps(fields))
     assert load_hf_config(tmp_path).quant == in_config
     exact_layers(loaded(tmp_path), reference)
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq-v2", "compressed"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe"])
+def test_a_router_in_int4_is_read_dequantized(tmp_path: Path, family: str, form: str) -> None:
+    write_int4(tmp_path, Checkpoint(family, tmp_path / "plain", **SIZES).reference, FORMS[form])
+    tensors, exact = load_file(tmp_path / "model.safetensors"), list[torch.Tensor]()
+    for gate in (f"model.layers.{i}.mlp.gate" for i in range(3)):
+        parts, value = packed(tensors.pop(gate + ".weight"), FORMS[form], zero_points=True)
+        tensors |= {f"{gate}.{suffix}": part.contiguous() for suffix, part in parts.items()}
+        exact.append(value)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = loaded(tmp_path)
+    assert all(torch.equal(mlp.router.weight, value) for mlp, value in zip(model.sparse_mlps, exact, strict=True))
+    quant = load_hf_config(tmp_path)
+    build_model(quant, TorchOps(), torch.float32, META).load(safetensors_weights(tmp_path, progress=False))
+    scales = next(name for name in tensors if "layers.1.mlp.gate." in name and "scale" in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != scales}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"it lacks {re.escape(scales)}$"):
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -88,6 +88,7 @@ class SparseParts:
         m, tensor = self.moe, self.weights.tensor
         rule = RoutingRule(m.top_k, m.scoring, m.renormalize, m.scaling, m.num_groups, m.top_groups, int(fused))
         weight = tensor(names.router + ".weight", (m.num_experts, self.hidden))
+        self.weights.may_be_packed(names.router, weight)  # as in some files of AutoAWQ
         bias = tensor(names.router + ".bias", (m.num_experts,)) if m.bias else None
         correction = tensor(names.correction_bias, (m.num_experts,), torch.float32) if m.scoring == "sigmoid" else None
         kept = torch.zeros((KEPT_ROWS, -(-(m.num_experts + fused) // WORD)), dtype=torch.int32, device=weight.device)

@@ -15,6 +15,7 @@ from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, WeightSlot, ignore
 from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of, wrong_shape
 from runtime.models.context import ModelContext
+from runtime.models.packed_layer import PackedLayer
 from runtime.models.parallel_store import store_in_threads
 
 UNUSED_SCALES = (".input_scale", ".output_scale", "activation_scale", ".k_scale", ".v_scale", ".kv_scale")
@@ -53,6 +54,7 @@ class WeightTable:
         self._optional: dict[str, list[WeightSlot]] = {}
         self._fused: dict[str, FusedTensor] = {}
         self._renamed: dict[str, str] = {}
+        self._packable: dict[str, torch.Tensor] = {}
         self._tensors: list[torch.Tensor] = []
 
     def expected(self) -> dict[str, tuple[int, ...]]:
@@ -98,6 +100,10 @@ class WeightTable:
     def also(self, name: str, fused: FusedTensor) -> None:
         """Accept tensor `name` in place of the tensors that it fuses."""
         self._fused[name] = fused
+
+    def may_be_packed(self, layer: str, weight: torch.Tensor) -> None:
+        """Accept the int4 tensors of `layer` in place of its whole weight [out, in], if the checkpoint is in such a format."""
+        self._packable[layer] = weight
 
     def rename(self, part: str, to: str) -> None:
         """Take tensors with `part` in their names for those with `to` there."""
@@ -179,12 +185,12 @@ class WeightTable:
             ConfigError: tensors are missing, unexpected or of a wrong shape or dtype; or they hold NaN; or scales, or weights
                 quantised as they are loaded, hold infinity.
         """
-        missing, unexpected = set(self._slots), []
+        missing, unexpected, packed = set(self._slots), [], dict[str, PackedLayer]()
         skip += UNUSED_SCALES + REPEATED
 
         def parts() -> Iterator[Part]:
             for name, tensor in self._single(weights):
-                if slots := self._slots.get(name) or self._optional.get(name):
+                if slots := self._slots.get(name) or self._optional.get(name) or self._packed_slots(name, packed):
                     missing.discard(name)
                     yield from parts_of(name, tensor, slots)
                 elif not name.endswith(skip) and not name.startswith(unused) and 0 not in tensor.shape:  # an empty one holds no weights
@@ -196,9 +202,14 @@ class WeightTable:
             # For a GPU the host only copies parts. On a CPU the last threads, with large tensors, may use the cores of the others.
             threads = 1 if self.num_bytes < SMALL_MODEL else None
             store_in_threads(Staging(self.device).stores(parts()), threads, one_core_each=self.device.type == "cuda")
+        packed = {layer: stored for layer, stored in packed.items() if layer + ".weight" in missing}
+        missing -= {layer + ".weight" for layer in packed}
+        missing |= {name for stored in packed.values() for name in stored.missing}
         problems = [f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
         if problems:
             raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}")
+        for stored in packed.values():
+            stored.fill()
 
     @property
     def num_bytes(self) -> int:
@@ -212,6 +223,15 @@ class WeightTable:
         for piece in pieces:
             self.add_bias(piece, bias)
         return bias
+
+    def _packed_slots(self, name: str, packed: dict[str, PackedLayer]) -> list[WeightSlot]:
+        """The slots of a tensor of a layer that may be packed; the layer is added to `packed` with its first tensor."""
+        layer = name.rpartition(".")[0]
+        if layer not in self._packable or self._quant is None or self._quant.int4 is None:
+            return []
+        if layer not in packed:
+            packed[layer] = PackedLayer(layer, self._packable[layer], self._quant.int4)
+        return packed[layer].take(name)
 
     def _single(self, weights: NamedTensors) -> NamedTensors:
         """The tensors, renamed as their slots, with fused tensors replaced by their parts."""

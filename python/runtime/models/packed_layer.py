@@ -1,0 +1,41 @@
+"""A layer that a model holds in its own dtype and a checkpoint in int4."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.config.quant_config import Int4Format
+from runtime.layers.quantization.int4_checkpoint import stored_slots
+from runtime.layers.quantization.int4_layouts import GpuLayout
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, WeightSlot
+
+
+class PackedLayer:
+    """Stores the int4 tensors of a layer, then dequantises them.
+
+    Attributes:
+        missing: names of the tensors that it still needs.
+    """
+
+    def __init__(self, layer: str, weight: torch.Tensor, form: Int4Format) -> None:
+        """`weight` [out, in]: receives the value of the layer of this name, whose columns are whole groups.
+
+        Raises:
+            ConfigError: the rows are no whole words.
+        """
+        out, columns = weight.shape
+        self._weight, self._layout = weight, GpuLayout(form.group)  # on a CPU too: it keeps zero points exactly
+        self._storage = self._layout.allocate(NewWeight(out, columns, weight.dtype, weight.device))
+        self._slots = stored_slots(
+            LinearPart(layer, (out, columns), (slice(0, out), slice(0, columns)), 0), form, self._layout, self._storage
+        )
+        self.missing = {name for name, slot in self._slots.items() if not slot.optional}
+
+    def take(self, name: str) -> list[WeightSlot]:
+        """The slot of tensor `name`, which the checkpoint holds; empty for other tensors."""
+        self.missing.discard(name)
+        return [self._slots[name]] if name in self._slots else []
+
+    def fill(self) -> None:
+        """Store the value of the weight, once all tensors are stored."""
+        self._weight.copy_(self._layout.dequantize(self._storage, self._weight.dtype))

@@ -26,12 +26,14 @@ class Form:
         symmetric: whether all zero points are 8.
         fields: other fields of `quantization_config`.
         order: whether GPTQ files have `g_idx`.
+        shuffled: whether the columns of a group are not neighbours; the same for all layers of one width.
     """
 
     method: str
     group: int = 32
     symmetric: bool = False
     order: bool = True
+    shuffled: bool = False
     fields: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -44,7 +46,11 @@ class Form:
             base |= {"bits": 4, "group_size": self.group, "sym": self.symmetric, "desc_act": False, "checkpoint_format": "gptq"}
         else:
             weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group, "symmetric": self.symmetric}
-            group = {"targets": ["Linear"], "weights": {**weights, "actorder": None}, "input_activations": None}
+            group = {
+                "targets": ["Linear"],
+                "weights": {**weights, "actorder": "group" if self.shuffled else None},
+                "input_activations": None,
+            }
             base |= {"format": "pack-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*gate$"]}
         return base | dict(self.fields)
 
@@ -66,6 +72,12 @@ FORMS = {
     "compressed-128": Form("compressed-tensors", 128),
 }
 
+SHUFFLED_FORMS = {
+    "gptq-activation-order": Form("gptq", shuffled=True, fields=(("desc_act", True),)),
+    "gptq-activation-order-128": Form("gptq", 128, symmetric=True, shuffled=True, fields=(("desc_act", True),)),
+    "compressed-activation-order": Form("compressed-tensors", 64, shuffled=True),
+}
+
 
 def words(codes: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """Pack codes 0 to 15 along an axis, eight in a word: bits 4 * i to 4 * i + 3 hold the code at place `order[i]` of the eight."""
@@ -82,7 +94,9 @@ def packed(weight: torch.Tensor, form: Form, zero_points: bool = False) -> tuple
     `zero_points`: they are kept, as on a GPU. On a CPU a minimum, the negative zero point times the scale, is stored in float16 instead.
     """
     out, columns = weight.shape
-    groups = weight.float().unflatten(1, (-1, form.group))
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) if form.shuffled else torch.arange(columns)
+    groups, places = weight.float()[:, order].unflatten(1, (-1, form.group)), order.argsort()
+    group_of = (places // form.group).int()
     dtype = torch.bfloat16 if form.method == "compressed-tensors" else torch.float16
     if form.symmetric:
         scale = (groups.abs().amax(2) / 7.5).to(dtype)
@@ -94,8 +108,8 @@ def packed(weight: torch.Tensor, form: Form, zero_points: bool = False) -> tuple
     codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
     wide = scale.float()[..., None]
     minimum = (-zero * scale.float()).half().float()
-    value = ((codes - zero[..., None]) * wide if zero_points else codes * wide + minimum[..., None]).flatten(1)
-    numbers, zeros = codes.flatten(1).numpy(), zero.numpy()
+    value = ((codes - zero[..., None]) * wide if zero_points else codes * wide + minimum[..., None]).flatten(1)[:, places]
+    numbers, zeros = codes.flatten(1)[:, places].numpy(), zero.numpy()
     if form.method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         return {"qweight": words(numbers.T, 1, order), "qzeros": words(zeros.T, 1, order), "scales": scale.T.contiguous()}, value
@@ -104,8 +118,9 @@ def packed(weight: torch.Tensor, form: Form, zero_points: bool = False) -> tuple
         offset = 0 if "gptq_v2" in fields.values() or "auto_round:gptqmodel" in fields.values() else 1
         stored = words(zeros.T, 1) - offset * 0x11111111  # whole words, as GPTQModel does: a code of 0 borrows from the next one
         tensors = {"qweight": words(numbers.T, 0), "qzeros": stored, "scales": scale.T.contiguous()}
-        return tensors | ({"g_idx": torch.arange(columns, dtype=torch.int32) // form.group} if form.order else {}), value
+        return tensors | ({"g_idx": group_of} if form.order else {}), value
     tensors = {"weight_packed": words(numbers, 1), "weight_scale": scale, "weight_shape": torch.tensor([out, columns])}
+    tensors |= {"weight_g_idx": group_of} if form.shuffled else {}
     return tensors | ({} if form.symmetric else {"weight_zero_point": words(zeros, 0)}), value
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from runtime.batch import ForwardMode
+from runtime.config.kernel_configs import TritonConfig
 from runtime.config.quant_config import Int4Format, QuantConfig, with_flag
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
@@ -24,7 +25,7 @@ from runtime.layers.quantization import int4
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.int4 import Int4, quantize
 from runtime.layers.quantization.int4_layouts import CpuLayout, GpuLayout, layout_of, layout_on
-from runtime.layers.quantization.scheme import LinearPart, NewWeight
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, Storage
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.config_fields import ConfigFields
@@ -34,7 +35,7 @@ from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_
 from runtime.models.quant_fields import read_quantization
 from runtime.models.registry import build_model, load_hf_config
 from runtime.models.weights import WeightTable
-from unit.int4_files import FORMS, Form, Tensors, packed, write_int4
+from unit.int4_files import FORMS, SHUFFLED_FORMS, Form, Tensors, packed, write_int4
 from unit.test_linear import Rank
 from unit.test_models import DECODE, EXTEND, PIECES, VERIFY, VOCAB, Checkpoint, Runner, loaded
 from unit.tiny import tiny_model
@@ -109,11 +110,21 @@ def test_a_checkpoint_is_close_to_the_weights_it_stands_for(tmp_path: Path, fami
     assert_close(model, loaded(tmp_path / "exact"))
 
 
-@pytest.mark.parametrize("form", ["awq-128", "gptq-128", "compressed"])
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("form", SHUFFLED_FORMS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_a_checkpoint_in_activation_order_is_close_to_the_weights_it_stands_for(tmp_path: Path, family: str, form: str) -> None:
+    reference = write_int4(tmp_path, Checkpoint(family, tmp_path / "plain", **SIZES).reference, SHUFFLED_FORMS[form])
+    model = loaded(tmp_path)
+    exact_layers(model, reference)
+    assert_close(model, loaded(tmp_path / "exact"))
+
+
+@pytest.mark.parametrize(("family", "form"), [
+    *itertools.product(["llama", "qwen3-moe"], ["awq-128", "gptq-128", "compressed"]), ("llama", "gptq-activation-order"),
+])  # fmt: skip
 def test_a_token_has_the_same_bits_in_every_window(tmp_path: Path, family: str, form: str) -> None:
     checkpoint = Checkpoint(family, tmp_path / "plain", **{**SIZES, "hidden_size": 512, "num_experts": 16})
-    write_int4(tmp_path, checkpoint.reference, FORMS[form])
+    write_int4(tmp_path, checkpoint.reference, (FORMS | SHUFFLED_FORMS)[form])
     model = loaded(tmp_path)
 
     def states(width: int, mode: ForwardMode) -> torch.Tensor:
@@ -178,11 +189,11 @@ def test_dummy_weights_are_finite_and_as_large_as_others(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("stored", [None, "qkv"])
 @pytest.mark.parametrize("layout", [CpuLayout, GpuLayout])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [*FORMS, *SHUFFLED_FORMS])
 def test_fused_parts_and_slices_are_those_of_the_checkpoint(
     monkeypatch: pytest.MonkeyPatch, name: str, layout: Any, stored: str | None
 ) -> None:
-    form, rows = FORMS[name], {"q": 192, "k": 96, "v": 96}
+    form, rows = (FORMS | SHUFFLED_FORMS)[name], {"q": 192, "k": 96, "v": 96}
     monkeypatch.setattr(int4, "layout_on", lambda device, group: layout(group))
     weights = {part: random(count, 256, seed=count) * 0.1 for part, count in rows.items()}
     parts = {part: packed(weight, form, layout.zero_points) for part, weight in weights.items()}
@@ -194,7 +205,7 @@ def test_fused_parts_and_slices_are_those_of_the_checkpoint(
         for rank in range(ranks):
             table = table_of(scheme_of(form), Rank(rank, ranks))
             layer = table.linear(rows, 256, partition=Partition.COLUMN, stored=stored)
-            table.load(reversed(tensors))
+            table.load(tensors if rank else reversed(tensors))
             expected = torch.cat([value.tensor_split(ranks)[rank] for _, value in parts.values()])
             assert torch.equal(values(layer), expected)
             assert (layer.in_features, layer.out_features) == (256, len(expected))
@@ -511,7 +522,6 @@ def test_a_quantization_config_that_is_no_object_is_refused(value: object) -> No
     ({"num_bits": 8}, {}, "weights: int of 8 bits"),
     ({"num_bits": 3}, {}, "weights: int of 3 bits"),
     ({"group_size": 256}, {}, "weights.group_size: 256"),
-    ({"actorder": "group"}, {}, "weights.actorder: group"),
     ({"actorder": True}, {}, "weights.actorder: True"),
     ({}, {"input_activations": {"num_bits": 8}}, "input_activations: quantized too"),
     ({}, {"output_activations": {"num_bits": 8}}, "output_activations: quantized too"),
@@ -546,14 +556,62 @@ def loading(form: Form, tensors: Tensors, ranks: int = 1, partition: Partition =
     table.load(tensors.items())
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq-ordered", "compressed"])
-def test_activation_order_is_refused(name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("gptq", 1), ("compressed", 1), ("gptq", 2), ("gptq-ordered", 2)])
+def test_activation_order_is_refused_for_files_without_it_and_for_shared_columns(name: str, ranks: int) -> None:
     form, suffix = FORMS[name], "weight_g_idx" if name == "compressed" else "g_idx"
     tensors = named(packed(random(64, 128), form)[0], "a")
     in_order = torch.arange(128, dtype=torch.int32) // form.group
-    loading(form, tensors | {f"a.{suffix}": in_order})
-    with pytest.raises(ConfigError, match=rf"tensor a\.{suffix} does not list the groups of columns in order: activation order is not"):
-        loading(form, tensors | {f"a.{suffix}": in_order[torch.randperm(128, generator=torch.Generator().manual_seed(1))]})
+    loading(form, tensors | {f"a.{suffix}": in_order}, ranks, Partition.ROW)
+    shuffled = tensors | {f"a.{suffix}": in_order[torch.randperm(128, generator=torch.Generator().manual_seed(1))]}
+    with pytest.raises(ConfigError, match=rf"tensor a\.{suffix} does not list the groups of columns in order: activation order is"):
+        loading(form, shuffled, ranks, Partition.ROW)
+
+
+def test_groups_of_other_sizes_and_orders_of_fused_layers_are_refused() -> None:
+    form = SHUFFLED_FORMS["gptq-activation-order"]
+    tensors = named(packed(random(64, 128), form)[0], "a")
+    with pytest.raises(ConfigError, match=r"tensor a\.g_idx does not have 32 columns in each group. Use another checkpoint"):
+        loading(form, tensors | {"a.g_idx": torch.zeros(128, dtype=torch.int32)})
+    table = table_of(scheme_of(form))
+    table.linear({"a": 64, "b": 64}, 128)
+    others = named(packed(random(64, 128), form)[0], "b")
+    with pytest.raises(ConfigError, match=r"tensors a\.g_idx and b\.g_idx have different groups of columns, but these layers are fused"):
+        table.load((tensors | others | {"b.g_idx": others["b.g_idx"].flip(0)}).items())
+
+
+def test_activation_order_of_experts_is_refused() -> None:
+    form = SHUFFLED_FORMS["gptq-activation-order"]
+    table = table_of(scheme_of(form))
+    stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(2, 0, 1), 64, 64)
+    with pytest.raises(ConfigError, match=r"g_idx does not list the groups of columns in order: .* and not for experts"):
+        table.load(expert_tensors(form, 2, 64, 64).items())
+
+
+def test_gemms_of_a_gpu_reorder_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With plain torch in place of the kernels."""
+    pytest.importorskip("triton")
+    from runtime.layers.gemm import fused_gemm, widen
+    from runtime.layers.gemm.epilogue import Epilogue
+
+    monkeypatch.setattr(int4, "layout_on", lambda device, group: GpuLayout(group))
+    form = SHUFFLED_FORMS["gptq-activation-order"]
+    tensors, exact = packed(random(64, 128), form, zero_points=True)
+    table = table_of(scheme_of(form))
+    layer = table.linear({"a": 64}, 128)
+    table.load(named(tensors, "a").items())
+
+    def value(weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        return GpuLayout(form.group).dequantize(Storage(weight, scale), dtype)
+
+    def gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *_: object, weight_scale: torch.Tensor, pdl: bool) -> None:
+        out.copy_(x @ value(weight, weight_scale, x.dtype).T)
+
+    monkeypatch.setattr(fused_gemm, "triton_gemm", gemm)
+    monkeypatch.setattr(widen, "widen", value)
+    x, out = random(3, 128, seed=1), torch.empty(3, 64)
+    fused_gemm.fused_gemm(x, layer, out, TritonConfig(16, 16, 16, 1, 1), Epilogue(), pdl=False)
+    for found in (out, widen.widened_linear(x, layer), layer.tail(0)(x)):
+        torch.testing.assert_close(found, x @ exact.T, rtol=2e-2, atol=0.2)
 
 
 def test_a_bias_that_the_model_lacks_must_be_zero() -> None:

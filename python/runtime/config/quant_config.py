@@ -105,7 +105,7 @@ class Int4Format:
         group: neighbouring columns of a row with one scale and one zero point.
         zeros: whether it has zero points; otherwise all of them are 8.
         zero_offset: added to the stored zero points.
-        ordered: whether it has the groups of the columns, which must be in order.
+        ordered: whether it has the groups of the columns, which may be in another order (activation order).
     """
 
     name: Literal["awq", "gptq", "compressed-tensors"]

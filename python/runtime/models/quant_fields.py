@@ -18,8 +18,8 @@ GROUPS = (32, 64, 128)
 """Columns with one scale in int4 weights."""
 SUPPORTED = (
     "fp8 (e4m3, one scale for 128 x 128 entries, a row or a tensor), compressed-tensors and modelopt in that format, mxfp4, "
-    "and int4 with a scale for 32, 64 or 128 columns: awq (version gemm), gptq (without activation order), auto-round in the layouts of "
-    "both and compressed-tensors (pack-quantized)"
+    "and int4 with a scale for 32, 64 or 128 columns: awq (version gemm), gptq, auto-round in the layouts of both and "
+    "compressed-tensors (pack-quantized)"
 )
 AUTO_ROUND: Mapping[str, tuple[Literal["awq", "gptq"], int]] = {
     "auto_round:auto_awq": ("awq", 0),
@@ -124,10 +124,11 @@ def _packed(quant: ConfigFields, group: ConfigFields, field: str) -> Int4Format:
     strategy = weights.get("strategy", "missing")
     if strategy != "group":
         raise _refused(quant, f"{field}.weights.strategy", strategy)
-    if weights.get("actorder", "static") not in ("static", "weight"):
-        raise _refused(quant, f"{field}.weights.actorder", weights.get("actorder", None))
-    columns = _group(quant, weights, f"{field}.weights")
-    return Int4Format("compressed-tensors", columns, zeros=not weights.filled(symmetric=True).flag("symmetric"))
+    order = weights.get("actorder", "static")
+    if order not in ("static", "weight", "group"):
+        raise _refused(quant, f"{field}.weights.actorder", order)
+    columns, symmetric = _group(quant, weights, f"{field}.weights"), weights.filled(symmetric=True).flag("symmetric")
+    return Int4Format("compressed-tensors", columns, zeros=not symmetric, ordered=order == "group")
 
 
 def _awq(quant: ConfigFields, name: str) -> QuantConfig:

@@ -18,7 +18,8 @@ from runtime.layers.linear import Linear
 
 def fused_gemm(x: torch.Tensor, linear: Linear, out: torch.Tensor | None, choice: GemmKernel, epilogue: Epilogue, pdl: bool) -> None:
     """`out = epilogue(x @ weight.T)`; arguments are as in the kernels, except that `x` may be a view."""
-    x, weight, scale = x.contiguous(), linear.weight, linear.storage.scale
+    # An epilogue scales whole rows, so the order of the columns does not matter to it.
+    x, weight, scale = linear.storage.in_order(x).contiguous(), linear.weight, linear.storage.scale
     if isinstance(choice, TritonConfig):
         triton_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)
     elif isinstance(choice, WgmmaConfig):

@@ -22,7 +22,7 @@ def widened_linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     scale = linear.storage.scale
     if scale is None or not (linear.is_scaled or linear.is_int4):
         return linear(x)
-    return F.linear(x, widen(linear.weight, scale, x.dtype), linear.bias)
+    return F.linear(linear.storage.in_order(x), widen(linear.weight, scale, x.dtype), linear.bias)
 
 
 def widen(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from runtime.config.quant_config import INT4_GROUP as GROUP
 from runtime.config.quant_config import Int4Format
 from runtime.errors import ConfigError
+from runtime.layers.quantization.column_order import ColumnOrder
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.int4_checkpoint import stored_slots
 from runtime.layers.quantization.int4_layouts import Int4Layout, layout_of, layout_on, row_blocks
@@ -61,7 +63,9 @@ class Int4(QuantScheme):
             if any(part.shape[1] % self.group == 0 for part in new.parts):
                 other = f"another --tp-size, or {other}"
             raise ConfigError(f"an int4 weight has {columns} columns; only multiples of {self.group} are supported. Use {other}.")
-        return layout_on(new.device, self.group).allocate(new)
+        storage = layout_on(new.device, self.group).allocate(new)
+        whole = new.count is None and all(part.index[1] == slice(0, part.shape[1]) for part in new.parts)
+        return replace(storage, order=ColumnOrder()) if whole and self._stored is not None and self._stored.ordered else storage
 
     def in_features(self, storage: Storage) -> int:
         """Columns of the weight."""
@@ -87,21 +91,22 @@ class Int4(QuantScheme):
         """
         if not x.is_cpu:
             return super().matmul(x, storage, bias, in_prompt)
-        rows = x.bfloat16()
+        rows = storage.in_order(x).bfloat16()
         if storage.packed is not None and not (in_prompt and prompts_use_gemms()):
             out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), storage.packed, self.group, storage.scale)
         else:
-            out = blocked_matmul(rows, self.dequantize(storage, torch.bfloat16))
+            out = blocked_matmul(rows, layout_of(storage, self.group).dequantize(storage, torch.bfloat16))
         out = out.type_as(x)
         return out if bias is None else out.add_(bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """The value, computed in float32 and rounded to `dtype`."""
-        return layout_of(storage, self.group).dequantize(storage, dtype)
+        value, order = layout_of(storage, self.group).dequantize(storage, dtype), storage.order
+        return value if order is None or order.columns is None else torch.empty_like(value).index_copy_(1, order.columns, value)
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """A copy of output rows int64 [n]."""
-        return layout_of(storage, self.group).select_rows(storage, rows)
+        return replace(layout_of(storage, self.group).select_rows(storage, rows), order=storage.order)
 
     def _quantized(self, part: LinearPart, storage: Storage, layout: Int4Layout) -> WeightSlot:
         """The slot of a tensor that is quantised when it is stored."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from runtime.config.quant_config import Int4Format
 from runtime.errors import ConfigError
+from runtime.layers.quantization.column_order import ColumnOrder
 from runtime.layers.quantization.int4_layouts import Int4Layout, row_blocks
 from runtime.layers.quantization.scheme import Index, Joint, LinearPart, Rule, Storage, WeightSlot, ignore
 
@@ -117,9 +119,25 @@ class OrderRule(Rule):
     def error(self, name: str, part: torch.Tensor) -> ConfigError:
         """As in `Rule`."""
         return ConfigError(
-            f"tensor {name} does not list the groups of columns in order: activation order is not supported. "
-            "Use a checkpoint that was quantized with desc_act false."
+            f"tensor {name} does not list the groups of columns in order: activation order is supported only with desc_act true or "
+            "actorder group, on one rank, and not for experts. Use another checkpoint."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRule(Rule):
+    """Each group has as many columns."""
+
+    group: int
+
+    def is_broken(self, parts: torch.Tensor) -> torch.Tensor:
+        """As in `Rule`."""
+        columns = torch.arange(parts.shape[1], dtype=parts.dtype, device=parts.device)
+        return (parts.sort(dim=1).values != columns // self.group).any()
+
+    def error(self, name: str, part: torch.Tensor) -> ConfigError:
+        """As in `Rule`."""
+        return ConfigError(f"tensor {name} does not have {self.group} columns in each group. Use another checkpoint.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +166,17 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
     counted = (0 if forms.zeros.transposed else 1, form.group)
     put_scales, put_zeros = layout.numbers(storage, part.rows, form.zeros)
 
-    def put_codes(words: torch.Tensor) -> None:
+    def store(words: torch.Tensor, order: torch.Tensor | None = None) -> None:
         for some in row_blocks(rows.stop - rows.start, columns.stop - columns.start, words.device):
             own = slice(part.start + some.start, part.start + some.stop)
-            layout.put_codes(storage, own, forms.codes(words[forms.codes.index(some, slice(None))]))
+            codes = forms.codes(words[forms.codes.index(some, slice(None))])
+            layout.put_codes(storage, own, codes if order is None else codes[:, order])
 
+    put_codes, put_groups, joint = store, ignore, layout.joint(storage, part.rows, forms.codes)
+    order_rule: Rule = OrderRule(columns.start, form.group)
+    if storage.order is not None:
+        put_codes, put_groups = _in_order(storage.order, f"{part.prefix}.{forms.order}", store)
+        joint, order_rule = None, GroupRule(form.group)
     swap, to_scales = (-1, lambda scales: put_scales(scales.t())) if forms.zeros.transposed else (1, put_scales)
     slots = {
         forms.codes.name: WeightSlot(
@@ -160,14 +184,12 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
             forms.codes.index(rows, columns),
             put_codes,
             torch.int32,
-            layout.joint(storage, part.rows, forms.codes),
+            joint,
         ),
         forms.scales: WeightSlot(
             (out, width // form.group)[::swap], (rows, groups)[::swap], to_scales, finite=True, rule=ScaleRule(), groups=counted
         ),
-        forms.order: WeightSlot(
-            (width,), (columns,), ignore, torch.int32, rule=OrderRule(columns.start, form.group), optional=not form.ordered
-        ),
+        forms.order: WeightSlot((width,), (columns,), put_groups, torch.int32, rule=order_rule, optional=not form.ordered),
     }
     if form.zeros:
         unpack = replace(forms.zeros, offset=form.zero_offset)
@@ -182,6 +204,37 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
     if form.name == "gptq":  # its tools add biases of zeros to all layers
         slots["bias"] = WeightSlot((out,), (rows,), ignore, rule=NoBiasRule(), optional=True)
     return {f"{part.prefix}.{suffix}": slot for suffix, slot in slots.items()}
+
+
+def _in_order(
+    order: ColumnOrder, name: str, store: Callable[[torch.Tensor, torch.Tensor], None]
+) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+    """Calls that take the words of a part and its groups, in any order and possibly from several threads. The second one stores the words.
+
+    Args:
+        order: receives the order of the columns.
+        name: of the tensor with the groups.
+        store: stores words whose columns have the order int64 [in].
+    """
+    held, lock = dict[str, torch.Tensor](), threading.Lock()
+
+    def put_codes(words: torch.Tensor) -> None:
+        with lock:
+            columns = held.get("order")
+            if columns is None:
+                held["words"] = words.clone()  # its memory is reused
+                return
+        store(words, columns)
+
+    def put_groups(groups: torch.Tensor) -> None:
+        columns = order.set(name, groups)
+        with lock:
+            held["order"] = columns
+            words = held.pop("words", None)
+        if words is not None:
+            store(words, columns)
+
+    return put_codes, put_groups
 
 
 def _check_rows(part: LinearPart) -> None:

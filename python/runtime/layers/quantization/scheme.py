@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 from torch.nn import functional as F
 
 from runtime.errors import ConfigError
+from runtime.layers.quantization.column_order import ColumnOrder
 
 Index = tuple[slice, ...]
 
@@ -102,11 +103,15 @@ class Storage:
     """The tensors that a scheme stores for a weight [out, in]: the matrix in the scheme's format, scales if it has any, and the matrix in a
     kernel's format if that differs.
     The weights of a layer's experts are one storage, whose tensors have a leading dimension E.
+
+    Attributes:
+        order: the order of the columns of an int4 weight in activation order; None for weights that cannot have one.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
     packed: torch.Tensor | None = None
+    order: ColumnOrder | None = field(default=None, kw_only=True)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -122,6 +127,10 @@ class Storage:
     def at(self, index: int | slice | torch.Tensor) -> Storage:
         """Views of one weight of a stack (int) or of several (slice), or a copy of rows int64 [n] of a weight with scales by row."""
         return Storage(*(tensor[index] for tensor in self.tensors))
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [T, in] with their columns in the order of the weight's. Can be captured."""
+        return x if self.order is None or self.order.columns is None else x.index_select(1, self.order.columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,44 @@
+"""The order in which the columns of an int4 weight are stored, if it is not their own."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from runtime.errors import ConfigError
+
+
+class ColumnOrder:
+    """GPTQ's activation order: in the checkpoint, columns with one scale are not neighbours. In memory they are.
+
+    Loading sets it, once for each part of a fused layer and possibly from several threads. The parts must agree, because their input is
+    reordered once.
+
+    Attributes:
+        columns: int64 [in], the column that is stored at each place; None for their own order, or before it is set.
+    """
+
+    def __init__(self) -> None:
+        self.columns: torch.Tensor | None = None
+        self._first: tuple[str, torch.Tensor] | None = None
+        self._lock = threading.Lock()
+
+    def set(self, name: str, groups: torch.Tensor) -> torch.Tensor:
+        """The order of the columns by their groups, int32 [in], which are tensor `name`: int64 [in].
+
+        Raises:
+            ConfigError: another part has another order.
+        """
+        order = groups.argsort(stable=True)
+        with self._lock:
+            if self._first is None:
+                self._first = name, order
+                in_order = torch.equal(order, torch.arange(len(order), device=order.device))
+                self.columns = None if in_order else order
+            elif not torch.equal(order, self._first[1]):
+                raise ConfigError(
+                    f"tensors {self._first[0]} and {name} have different groups of columns, but these layers are fused. "
+                    "Use a checkpoint that was quantized with desc_act false."
+                )
+        return order

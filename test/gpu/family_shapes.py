@@ -110,6 +110,13 @@ SEED_OSS: Config = FEW | {
     "rope_theta": 10000000, "rms_norm_eps": 1e-6, "max_position_embeddings": 524288, "tie_word_embeddings": False, "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+MINISTRAL: Config = FEW | {
+    "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
+    "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
 _QWEN_DRAFT = _read("qwen3-30b-a3b-eagle3", **DRAFT)
 
 
@@ -136,6 +143,7 @@ FAMILIES: dict[str, Family] = {
     "phi-4": Family(PHI_4, "EAGLE3", _draft_of(PHI_4)),
     "smollm3": Family(SMOLLM3, "EAGLE3", _draft_of(SMOLLM3)),
     "seed-oss": Family(SEED_OSS, "EAGLE3", _draft_of(SEED_OSS)),
+    "ministral-3": Family(MINISTRAL, "EAGLE3", _draft_of(MINISTRAL)),
     "mimo": Family(MIMO, "MTP"),
     "glm": Family(GLM, "MTP", backends=LATENT_BACKENDS),
     "glm-4.5-air": Family(GLM_AIR, "MTP"),

@@ -155,6 +155,12 @@ def test_a_malformed_call_comes_back_as_text(text: str) -> None:
     assert answers("hermes", f"See: {text}") == Answer(f"See: {text}")
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if not TOOL_FORMATS[name].plain_begins])
+def test_a_call_after_text_like_a_call_is_read(name: str) -> None:
+    begin = TOOL_FORMATS[name].begins[0]
+    assert answers(name, f"{begin} is a tag. {begin}{write(name, TWO)}").parsed == TWO
+
+
 def test_arguments_that_break_off_end_the_call_and_the_rest_is_text() -> None:
     answer = answers("hermes", '<tool_call>{"name": "get_weather", "arguments": {"days": 1, oops}}</tool_call> ok')
     assert answer.calls == [("get_weather", '{"days": 1, ')]
@@ -263,9 +269,13 @@ def test_a_call_ends_thinking() -> None:
     assert kept.reasoning == f"I call.\n{write('hermes', TWO)}"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma4", "minimax", "seed_oss"])
-def test_text_like_a_call_does_not_end_thinking(name: str) -> None:
-    form, calls = THINK_FORMATS[name], {"qwen3": "hermes", "minimax": "minimax-m2"}.get(name, name)
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [("qwen3", "hermes"), ("qwen3", "qwen3_coder"), ("glm45", "glm47"), ("mimo", "mimo"), ("gemma4", "gemma4"), ("minimax", "minimax-m2"),
+     ("seed_oss", "seed_oss")],
+)  # fmt: skip
+def test_text_like_a_call_does_not_end_thinking(name: str, calls: str) -> None:
+    form = THINK_FORMATS[name]
     for like in (f"A\n{form.ended_by[0]} tag, {form.ended_by[0]}.", f"I may\n{write(calls, [('unknown', {})])}."):
         for tools in (calls, None):
             assert answers(tools, f"{form.begin}{like}{form.end}Yes", name) == Answer("Yes", like)

@@ -113,10 +113,11 @@ class TextParser:
         try:
             yield from calls.read(reader)
         except Malformed:
-            started = reader.calls > before
-            if reader.ran_out and (started or (reader.cut_off and reader.may_call(tag not in calls.plain_begins))):
+            started, marked = reader.calls > before, tag not in calls.plain_begins
+            if reader.ran_out and (started or (reader.cut_off and reader.may_call(marked))):
                 return reader.drop_rest()
-            reader.pos = max(reader.pos, start - reader.base + 1)
+            if not started:  # the text after a tag may contain the end of the thinking, or a call
+                reader.pos = start - reader.base + len(tag) if marked else max(reader.pos, start - reader.base + 1)
             shown = reader.content if started else out
             shown(reader.text[reader.done : reader.pos])
         else:

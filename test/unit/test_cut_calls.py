@@ -83,7 +83,7 @@ def test_numbers_words_and_lists_that_are_cut_leave_no_content(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("thinking", ["qwen3", "minimax", "gemma4"])
+@pytest.mark.parametrize("thinking", ["qwen3", "minimax", "gemma4", "mistral"])
 def test_a_call_cut_after_thinking_leaves_no_content(name: str, thinking: str) -> None:
     form = THINK_FORMATS[thinking]
     before = f"{form.begin}Hm.{form.end}\n\n"
@@ -96,7 +96,9 @@ def test_a_call_cut_after_thinking_leaves_no_content(name: str, thinking: str) -
         check_calls(answer, whole)
 
 
-@pytest.mark.parametrize(("name", "thinking"), [("hermes", "qwen3"), ("glm47", "glm45"), ("minimax-m2", "minimax"), ("gemma4", "gemma4")])
+@pytest.mark.parametrize(
+    ("name", "thinking"), [("hermes", "qwen3"), ("glm47", "glm45"), ("minimax-m2", "minimax"), ("gemma4", "gemma4"), ("mistral", "mistral")]
+)
 def test_a_call_that_ends_thinking_may_be_cut(name: str, thinking: str) -> None:
     before = f"{THINK_FORMATS[thinking].begin}Hm.\n"
     text = f"{before}{write(name, [('get_weather', {'city': 'B', 'days': 12})])}"

@@ -67,6 +67,8 @@ def test_auto_picks_the_tool_format_of_the_model(architecture: str, template: st
         ("Glm4MoeForCausalLM", "</think>", "", "glm45"),
         ("MiMoForCausalLM", "</think>", "", "mimo"),
         ("SeedOssForCausalLM", "</seed:think>", "", "seed_oss"),
+        ("Mistral3ForConditionalGeneration", "[THINK]Your thoughts[/THINK]", "", "mistral"),
+        ("MistralForCausalLM", "[TOOL_CALLS]", "", None),
         ("MiniMaxM2ForCausalLM", "</think>", "", "minimax"),
         ("GptOssForCausalLM", "<|channel|>analysis", "", "gpt-oss"),
         ("Gemma4ForConditionalGeneration", "<|channel>", "", "gemma4"),
@@ -86,6 +88,11 @@ def test_only_the_control_tokens_of_the_format_are_shown() -> None:
     assert set(shown) == {*ids}
     assert set(form.adapt(SamplingParams(), OutputRequest({}), []).shown_token_ids) == set(ids[:2])
     assert OutputFormat(tokenizer, "hermes", None).adapt(SamplingParams(), OutputRequest({"f": {}}), []) == SamplingParams()
+    tokenizer = byte_tokenizer(more=["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"])
+    form = OutputFormat(tokenizer, "mistral", "mistral")
+    assert set(form.shown_ids(OutputRequest({"f": {}}))) == {
+        tokenizer.token_id(f"[{tag}]") for tag in ("THINK", "/THINK", "TOOL_CALLS", "ARGS")
+    }
 
 
 def test_plain_text_needs_no_parser() -> None:
@@ -101,6 +108,11 @@ def test_the_prompt_says_whether_the_model_thinks() -> None:
     assert form.opening([*user, *b"assistant\n"]) == "unknown"
     assert form.opening([*user, *b"assistant\n<think>\n"]) == "open"
     assert form.opening([*user, *b"assistant\n<think>\n\n</think>\n\n"]) == "closed"
+    tokenizer = byte_tokenizer(more=["[THINK]", "[/THINK]", "[/SYSTEM_PROMPT]", "[/INST]"])
+    form = OutputFormat(tokenizer, "mistral", "mistral")
+    prompt = "Think first: [THINK]your draft[/THINK][/SYSTEM_PROMPT]q[/INST]"
+    assert form.opening(tokenizer.encode(prompt)) == "unknown"
+    assert form.opening(tokenizer.encode(f"{prompt}[THINK]Let me")) == "open"
 
 
 @pytest.mark.parametrize("name", ["deepseek-r1", "minimax"])

@@ -272,7 +272,7 @@ def test_a_call_ends_thinking() -> None:
 @pytest.mark.parametrize(
     ("name", "calls"),
     [("qwen3", "hermes"), ("qwen3", "qwen3_coder"), ("glm45", "glm47"), ("mimo", "mimo"), ("gemma4", "gemma4"), ("minimax", "minimax-m2"),
-     ("seed_oss", "seed_oss")],
+     ("mistral", "mistral"), ("seed_oss", "seed_oss")],
 )  # fmt: skip
 def test_text_like_a_call_does_not_end_thinking(name: str, calls: str) -> None:
     form = THINK_FORMATS[name]
@@ -283,9 +283,11 @@ def test_text_like_a_call_does_not_end_thinking(name: str, calls: str) -> None:
         assert (called.reasoning, called.parsed) == (like, [("now", {})])
 
 
-def test_gemma_thinks_between_calls() -> None:
-    text = f"<|channel>thought\na<channel|>{write('gemma4', [('now', {})])}<|channel>thought\nb<channel|>done"
-    answer = answers("gemma4", text, "gemma4")
+@pytest.mark.parametrize("name", [name for name, form in THINK_FORMATS.items() if form.anywhere])
+def test_models_may_think_between_calls(name: str) -> None:
+    form = THINK_FORMATS[name]
+    text = f"{form.begin}a{form.end}{write(name, [('now', {})])}{form.begin}b{form.end}done"
+    answer = answers(name, text, name)
     assert (answer.reasoning, answer.content, answer.parsed) == ("ab", "done", [("now", {})])
 
 
@@ -310,7 +312,7 @@ def test_reasoning_tokens_are_those_inside_the_tags(text: str, count: int) -> No
 # ---- any text
 
 TAGS = sorted({tag for form in TOOL_FORMATS.values() for tag in (*form.begins, *form.tags)})
-PIECES = [*TAGS, "<think>", "</think>", "<|channel>thought\n", "<channel|>", "get_weather", "now", "city", "days"]
+PIECES = [*TAGS, "<think>", "</think>", "<|channel>thought\n", "<channel|>", "[THINK]", "[/THINK]", "get_weather", "now", "city", "days"]
 PIECES += ['"', "'", "{", "}", "[", "]", ":", ",", "=", "(", ")", "\\", "\n", " ", ";", ">", '">', "```json\n", "```"]
 PIECES += ["name", "arguments", '{"name": "now", "arguments": {', "call:now{", "function", "1", "true", "é", "😀"]
 outputs = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=30)

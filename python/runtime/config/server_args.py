@@ -26,7 +26,9 @@ ToolParserChoice = Literal[
     "auto", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "gpt-oss", "glm47", "mimo", "seed_oss",
     "minimax-m2", "gemma4", "pythonic",
 ]  # fmt: skip
-ReasoningParserChoice = Literal["auto", "none", "deepseek-r1", "qwen3", "gpt-oss", "glm45", "mimo", "seed_oss", "minimax", "gemma4"]
+ReasoningParserChoice = Literal[
+    "auto", "none", "deepseek-r1", "qwen3", "gpt-oss", "glm45", "mimo", "seed_oss", "mistral", "minimax", "gemma4",
+]  # fmt: skip
 
 
 def _flag(

@@ -37,6 +37,7 @@ THINK_FORMATS: Mapping[str, ThinkFormat] = {
     "glm45": ThinkFormat(ended_by=("<tool_call>",)),
     "mimo": ThinkFormat(ended_by=("<tool_call>",)),
     "seed_oss": ThinkFormat(begin="<seed:think>", end="</seed:think>", ended_by=("<seed:tool_call>",)),
+    "mistral": ThinkFormat(begin="[THINK]", end="[/THINK]", anywhere=True, ended_by=("[TOOL_CALLS]",)),
     "minimax": ThinkFormat(forced=True, ended_by=("<minimax:tool_call>",)),
     "gemma4": ThinkFormat(begin="<|channel>thought\n", end="<channel|>", anywhere=True, ended_by=("<|tool_call>",)),
 }
@@ -97,6 +98,8 @@ def pick_think_format(asked: str, architecture: str, template: str, short_chat: 
         return "gemma4"
     if "</seed:think>" in template:
         return "seed_oss"
+    if "[/THINK]" in template:
+        return "mistral"
     if "</think>" not in template:
         return None
     if "<｜Assistant｜>" in template and THINK_FORMATS["qwen3"].opening(short_chat) == "unknown":

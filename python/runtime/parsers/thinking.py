@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass
 from typing import Literal
 
 from runtime.parsers.reader import WHITE, Out, Reader, Steps
+
+_LETTERS = string.ascii_letters + WHITE
 
 Opening = Literal["open", "closed", "unknown"]
 """Whether the output begins inside thinking, outside thinking, or the prompt does not determine it."""
@@ -33,7 +36,7 @@ class ThinkFormat:
     @property
     def tags(self) -> tuple[str, ...]:
         """All tags that may be control tokens."""
-        return (self.begin[: self.begin.index(">") + 1], self.end)
+        return (self.begin.rstrip(_LETTERS), self.end)
 
     def opening(self, prompt_end: str) -> Opening:
         """Determine from the end of the prompt where the output begins."""

@@ -10,7 +10,7 @@ import pytest
 from front import IM_START, TEMPLATE, byte_tokenizer
 
 from runtime.config.server_args import ReasoningParserChoice, ToolParserChoice
-from runtime.parsers.deltas import Content, Reasoning
+from runtime.parsers.deltas import CallStart, Content, Reasoning
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import HARMONY, THINK_FORMATS, TOOL_FORMATS, pick_think_format, pick_tool_format
 from runtime.sampling_params import SamplingParams
@@ -139,6 +139,23 @@ def test_mistral_ids_have_nine_letters() -> None:
     assert parser is not None
     start, _ = parser.feed('[TOOL_CALLS][{"name": "f", "arguments": {}}]', [])
     assert re.fullmatch("[A-Za-z0-9]{9}", start.id)  # type: ignore[union-attr]
+
+
+def test_mistral_keeps_the_ids_that_its_templates_accept() -> None:
+    for written, kept in (("abc123XYZ", ["abc123XYZ"]), ("call_1", []), ("", [])):
+        parser = OutputFormat(byte_tokenizer(), "mistral", None).parser(OutputRequest({"f": {}}), [])
+        assert parser is not None
+        deltas = parser.feed(f"[TOOL_CALLS]f[CALL_ID]{written}[ARGS]{{}}" * 2, [])
+        ids = [delta.id for delta in deltas if isinstance(delta, CallStart)]
+        assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
+        assert len(set(ids)) == 2, "a repeated id is replaced"
+        assert ids[: len(kept)] == kept
+
+
+def test_mistral_is_told_the_form_that_its_vocabulary_has() -> None:
+    for more, form in (([], '[TOOL_CALLS] [{"name": "F", "arguments": A}]'), (["[ARGS]"], "[TOOL_CALLS]F[ARGS]A")):
+        told = OutputFormat(byte_tokenizer(more=more), "mistral", None).call_form
+        assert told.replace(FUNCTION, "F").replace(ARGUMENTS, "A") == form
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))

@@ -129,9 +129,13 @@ def compiled(grammar: str, backend: str) -> Any:
 
 def accepts(grammar: str, text: str, backend: str = "llguidance") -> bool:
     """Whether a structural tag allows a text and then its end."""
-    constraint = Constraint(compiled(grammar, backend).fork(), frozenset((IM_END, END_OF_TEXT)))
+    return walks(Constraint(compiled(grammar, backend).fork(), frozenset((IM_END, END_OF_TEXT))), [*tokens_of(text), IM_END])
+
+
+def walks(constraint: Constraint, tokens: list[int]) -> bool:
+    """Whether a constraint allows these tokens."""
     row = np.zeros(mask_words(SIZE), dtype=np.int32)
-    for token in (*tokens_of(text), IM_END):
+    for token in tokens:
         if constraint.restricts:
             constraint.fill(row)
             if not allowed_tokens(row)[token]:
@@ -301,6 +305,24 @@ def test_text_of_a_schema_or_calls() -> None:
     tag = '{"structures": [{"begin": "<a>"}], "triggers": ["<a>"]}'
     for malformed in (SamplingParams(json_schema="{"), SamplingParams(structural_tag=tag), SamplingParams(structural_tag="[]")):
         assert adapted("hermes", sampling=malformed, rule="free") == malformed, "left to the compiler, which refuses it"
+
+
+def test_mistral_calls_have_the_form_of_the_vocabulary() -> None:
+    tokenizer = byte_tokenizer(more=["[TOOL_CALLS]", "[ARGS]"])
+    library = make_backend("llguidance", vocabulary_of(tokenizer, (IM_END, END_OF_TEXT), VOCAB + 2))
+    text = '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]ns.run-2[ARGS]{"command": "ls"}'
+    for parallel in (True, False):
+        output = OutputRequest(SCHEMAS, rule="required", parallel=parallel)
+        sampling = OutputFormat(tokenizer, "mistral", None).adapt(SamplingParams(), output, PROMPT)
+        grammar = library.compile(library.translate(GrammarSpec("structural_tag", sampling.structural_tag or "")))
+        for given, allowed in (
+            (text, parallel),
+            (text[: text.index("{}") + 2], True),
+            ('[TOOL_CALLS] [{"name": "now", "arguments": {}}]', False),
+        ):
+            constraint = Constraint(grammar.fork(), frozenset((IM_END, END_OF_TEXT)))
+            assert walks(constraint, [*tokens_of(given, tokenizer), IM_END]) == allowed
+    assert called("mistral", text).parsed == [("now", {}), ("ns.run-2", {"command": "ls"})]
 
 
 def test_harmony_calls_stand_in_the_commentary_channel() -> None:

@@ -118,12 +118,12 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def read_named_call(reader: Reader, name: str) -> Steps[None]:
-    """Read the arguments of a call whose name is known: one JSON object."""
+def read_named_call(reader: Reader, name: str, call_id: str = "") -> Steps[None]:
+    """Read the arguments of a call whose name is known: one JSON object. For `call_id` see `Reader.start_call`."""
     yield from reader.skip_all(WHITE)
     if (yield from reader.peek()) != "{":
         raise Malformed
-    reader.start_call(name.strip())
+    reader.start_call(name.strip(), call_id.strip())
     yield from read_value(reader, reader.arguments)
 
 

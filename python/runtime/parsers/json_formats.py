@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from runtime.constrained.structural_tag import Tag
 from runtime.parsers.call_grammar import CallGrammar, Schema, json_of, object_schema
 from runtime.parsers.calls import ToolFormat, read_block, read_json_call, read_named_call
 from runtime.parsers.reader import WHITE, Reader, Steps
+
+_MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
+"""The ids that Mistral's chat templates accept."""
 
 
 class Hermes(ToolFormat):
@@ -45,9 +49,17 @@ class Llama3(ToolFormat):
         return CallGrammar(_objects(tools, "", "parameters", ""), '{"name"', separator="; ")
 
 
+@dataclass(frozen=True)
 class Mistral(ToolFormat):
-    """`[TOOL_CALLS][{"name": "f", "arguments": {...}}]`, and since version 11 `[TOOL_CALLS]f[ARGS]{...}` for each call."""
+    """`[TOOL_CALLS][{"name": "f", "arguments": {...}}]`, and since version 11 `[TOOL_CALLS]f[ARGS]{...}` for each call.
 
+    Version 11 also writes the call's id: `[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{...}`.
+
+    Attributes:
+        named: whether the grammar has the later form. Both are read.
+    """
+
+    named: bool
     begins = ("[TOOL_CALLS]",)
     tags = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
@@ -63,15 +75,18 @@ class Mistral(ToolFormat):
             yield from read_json_call(reader)
         else:
             name = yield from reader.take_name(reader.take_until("[CALL_ID]", "[ARGS]", "{"))
-            if (yield from reader.skip("[CALL_ID]")):
-                yield from reader.take_until("[ARGS]", "{")
+            marked = yield from reader.skip("[CALL_ID]")
+            call_id = (yield from reader.take_until("[ARGS]", "{")) if marked else ""
             yield from reader.skip("[ARGS]")
-            yield from read_named_call(reader, name)
+            yield from read_named_call(reader, name, call_id if _MISTRAL_ID.fullmatch(call_id) else "")
         reader.accept()
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
-        return CallGrammar(_objects(tools, "", "arguments", ""), "[TOOL_CALLS]", "[TOOL_CALLS] [", ", ", "]")
+        if not self.named:
+            return CallGrammar(_objects(tools, "", "arguments", ""), "[TOOL_CALLS]", "[TOOL_CALLS] [", ", ", "]")
+        tags = [Tag(f"[TOOL_CALLS]{name}[ARGS]", json_of(object_schema(schema)), "") for name, schema in tools.items()]
+        return CallGrammar(tags, "[TOOL_CALLS]")
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from msgspec import structs
 
 from runtime.constrained.structural_tag import Format, Tag
 from runtime.errors import ConfigError
-from runtime.parsers import harmony
+from runtime.parsers import harmony, registry
 from runtime.parsers.call_grammar import ANY_TEXT, one_of, sequence
 from runtime.parsers.harmony import HarmonyParser, HarmonyTokens
 from runtime.parsers.output_grammar import LINE_BREAKS, CallRule, after_thinking, answer_part, with_part
 from runtime.parsers.output_parser import OutputParser, TextParser
-from runtime.parsers.registry import HARMONY, THINK_FORMATS, TOOL_FORMATS
+from runtime.parsers.registry import HARMONY, THINK_FORMATS
 from runtime.parsers.thinking import Opening, ThinkFormat
 from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class OutputFormat:
         self._harmony = HarmonyTokens.find(tokenizer.token_id) if HARMONY in (tool_format, think_format) else None
         if self._harmony is None and HARMONY in (tool_format, think_format):
             raise ConfigError(f"The {HARMONY} parsers need the control tokens of gpt-oss, which this model's tokenizer lacks.")
-        self._calls = TOOL_FORMATS.get(tool_format)
+        self._calls = registry.tool_format(tool_format, lambda text: tokenizer.token_id(text) is not None)
         self._thinking = THINK_FORMATS.get(think_format or "")
         self._short_ids = tool_format == "mistral"  # its templates accept no other ids
         self.thinks = think_format is not None

@@ -16,7 +16,7 @@ Out = Callable[[str], None]
 
 WHITE = " \t\r\n"
 MAX_NAME = 256
-"""Most characters of a function's or a parameter's name."""
+"""Most characters of the name of a function or a parameter, and of a call's id."""
 
 
 class Malformed(Exception):
@@ -48,6 +48,7 @@ class Reader:
         self.ended = self.cut_off = self.ran_out = False
         self.thoughts: list[tuple[int, int | None]] = []
         self._new_id = new_id
+        self._ids = set[str]()
         self._deltas: list[Delta] = []
         self._name: str | None = None
         self._name_start: int | None = None  # an offset in the output
@@ -118,11 +119,18 @@ class Reader:
         written = self.text[start : self.pos].strip(f'{WHITE}"')
         return (marked or bool(written)) and any(name.startswith(written) for name in self.tools)
 
-    def start_call(self, name: str) -> None:
-        """Emit the start of a call. Raises `Malformed` if there is no such function."""
+    def start_call(self, name: str, call_id: str = "") -> None:
+        """Emit the start of a call. Raises `Malformed` if there is no such function.
+
+        Args:
+            call_id: the model's own id of the call. The call gets a new one if this is empty, too long, or that of an earlier call.
+        """
         if name not in self.tools:
             raise Malformed
-        self._emit(CallStart(self.calls, self._new_id(), name))
+        while not call_id or call_id in self._ids or len(call_id) > MAX_NAME:
+            call_id = self._new_id()
+        self._ids.add(call_id)
+        self._emit(CallStart(self.calls, call_id, name))
         self.calls += 1
 
     def arguments(self, text: str) -> None:

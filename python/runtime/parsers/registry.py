@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from runtime.parsers.calls import ToolFormat
 from runtime.parsers.gemma4 import Gemma4
@@ -19,7 +19,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "qwen25": Hermes(),
     "qwen3_coder": QWEN3_CODER,
     "llama3": Llama3(),
-    "mistral": Mistral(),
+    "mistral": Mistral(named=False),
     "deepseekv3": DeepSeek(fenced=True),
     "deepseekv31": DeepSeek(fenced=False),
     "glm47": GLM47,
@@ -61,6 +61,15 @@ _TOOLS_BY_ARCHITECTURE = {
     "GptOss": HARMONY, "MiniMaxM2": "minimax-m2", "Glm4Moe": "glm47", "Gemma4": "gemma4", "MiMoV2": "mimo", "Llama4": "pythonic",
 }  # fmt: skip
 _THINKING_BY_ARCHITECTURE = {"GptOss": HARMONY, "MiniMaxM2": "minimax", "Glm4": "glm45", "Gemma4": "gemma4", "MiMo": "mimo"}
+
+
+def tool_format(name: str, has_token: Callable[[str], bool]) -> ToolFormat | None:
+    """The tool format of this name that is parsed from text. Mistral's later form has a token of its own before the arguments.
+
+    Args:
+        has_token: whether the vocabulary has a token with this text.
+    """
+    return Mistral(named=True) if name == "mistral" and has_token("[ARGS]") else TOOL_FORMATS.get(name)
 
 
 def pick_tool_format(asked: str, architecture: str, template: str, described: bool) -> str:

@@ -126,6 +126,10 @@ def write(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
                 for call, arguments in calls
             ]
             return "<｜tool▁calls▁begin｜>" + ("\n" if fenced else "").join(each) + "<｜tool▁calls▁end｜>"
+        case "kimi_k2":
+            begin, middle, end = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+            each = [f"{begin}{call}:{i}{middle}{dump(arguments)}{end}" for i, (call, arguments) in enumerate(calls)]
+            return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
         case "qwen3_coder":
             form = ("<function={}>", "</function>", "<parameter={}>", "</parameter>", "\n")
             return "\n".join(f"<tool_call>\n{xml(call, arguments, *form)}\n</tool_call>" for call, arguments in calls)

@@ -97,7 +97,15 @@ def test_a_call_cut_after_thinking_leaves_no_content(name: str, thinking: str) -
 
 
 @pytest.mark.parametrize(
-    ("name", "thinking"), [("hermes", "qwen3"), ("glm47", "glm45"), ("minimax-m2", "minimax"), ("gemma4", "gemma4"), ("mistral", "mistral")]
+    ("name", "thinking"),
+    [
+        ("hermes", "qwen3"),
+        ("glm47", "glm45"),
+        ("minimax-m2", "minimax"),
+        ("gemma4", "gemma4"),
+        ("mistral", "mistral"),
+        ("kimi_k2", "kimi_k2"),
+    ],
 )
 def test_a_call_that_ends_thinking_may_be_cut(name: str, thinking: str) -> None:
     before = f"{THINK_FORMATS[thinking].begin}Hm.\n"
@@ -150,7 +158,7 @@ def test_arguments_that_break_off_before_the_end_are_text(name: str) -> None:
 
 
 def test_a_long_name_ends_a_call_at_the_same_place_in_any_pieces() -> None:
-    for name in ("glm47", "gemma4", "deepseekv31", "mimo"):
+    for name in ("glm47", "gemma4", "deepseekv31", "mimo", "kimi_k2"):
         call = write(name, [("now", {})])
         begin = write(name, [("x" * 300, {})]).partition("x" * 300)[0]
         answer = cut(name, f"{begin}{'x' * 300}{call}")
@@ -188,7 +196,22 @@ def test_half_of_a_surrogate_pair_at_the_end_is_dropped() -> None:
 
 TAGS = sorted({tag for form in TOOL_FORMATS.values() for tag in (*form.begins, *form.tags)})
 PIECES = [*TAGS, "<think>", "</think>", "get_weather", "now", "city", "days", '"', "{", "}", "[", "]", ":", ",", "=", "(", ")", "\\"]
-PIECES += ["\\ud83d", "\n", " ", ">", '">', "```", '{"name": "now", "arguments": {', "call:now{", "1", "true", "é", "x" * 200]
+PIECES += [
+    "\\ud83d",
+    "\n",
+    " ",
+    ">",
+    '">',
+    "```",
+    '{"name": "now", "arguments": {',
+    "call:now{",
+    "functions.",
+    ":0",
+    "1",
+    "true",
+    "é",
+    "x" * 200,
+]
 
 
 @settings(max_examples=FUZZ_EXAMPLES)

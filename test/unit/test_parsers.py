@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from runtime.parsers.argument_schema import ANY, ArgumentSchema
 from runtime.parsers.argument_types import typed_json
+from runtime.parsers.deltas import CallStart
 from runtime.parsers.registry import THINK_FORMATS, TOOL_FORMATS
 
 FORMATS = sorted(TOOL_FORMATS)
@@ -180,6 +181,30 @@ def test_mistral_writes_calls_in_three_ways() -> None:
         assert answers("mistral", f"{text}{text}").parsed == [("get_weather", {"city": "x"})] * 2
 
 
+KIMI_CALL = "<|tool_calls_section_begin|><|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|><|tool_calls_section_end|>"
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [("functions.now:12", "now"), (" now:0 ", "now"), ("functions.now", "now"), ("functions.ns.run-2:1", "ns.run-2"),
+     ("functions.a:0", "a"), ("functions.a:b:0", "a:b"), ("functions.a:b", "a"), ("functions.c:d:3", "c:d")],
+)  # fmt: skip
+def test_kimi_names_the_function_in_the_id_of_the_call(written: str, name: str) -> None:
+    text = KIMI_CALL.format(written)
+    for pieces in ([text], list(text)):
+        parser = text_parser("kimi_k2")
+        parser._reader.tools = {**TOOLS, "a": {}, "a:b": {}, "c:d": {}}
+        (start,) = [delta for piece in pieces for delta in parser.feed(piece, []) if isinstance(delta, CallStart)]
+        assert (start.name, start.id) == (name, written.strip())
+
+
+def test_a_repeated_id_of_a_call_is_replaced() -> None:
+    first, second, third = [KIMI_CALL.format("functions.now:0")] * 2 + [KIMI_CALL.format("x" * 200 + "now:0")]
+    parser = text_parser("kimi_k2")
+    ids = [delta.id for delta in parser.feed(first + second + third, []) if isinstance(delta, CallStart)]
+    assert ids == ["functions.now:0", "call_0"]
+
+
 def test_qwen3_coder_may_leave_out_the_outer_tag() -> None:
     text = write("qwen3_coder", TWO).replace("<tool_call>\n", "").replace("\n</tool_call>", "")
     assert answers("qwen3_coder", text).parsed == TWO
@@ -272,7 +297,7 @@ def test_a_call_ends_thinking() -> None:
 @pytest.mark.parametrize(
     ("name", "calls"),
     [("qwen3", "hermes"), ("qwen3", "qwen3_coder"), ("glm45", "glm47"), ("mimo", "mimo"), ("gemma4", "gemma4"), ("minimax", "minimax-m2"),
-     ("mistral", "mistral"), ("seed_oss", "seed_oss")],
+     ("mistral", "mistral"), ("seed_oss", "seed_oss"), ("kimi_k2", "kimi_k2")],
 )  # fmt: skip
 def test_text_like_a_call_does_not_end_thinking(name: str, calls: str) -> None:
     form = THINK_FORMATS[name]
@@ -314,7 +339,7 @@ def test_reasoning_tokens_are_those_inside_the_tags(text: str, count: int) -> No
 TAGS = sorted({tag for form in TOOL_FORMATS.values() for tag in (*form.begins, *form.tags)})
 PIECES = [*TAGS, "<think>", "</think>", "<|channel>thought\n", "<channel|>", "[THINK]", "[/THINK]", "get_weather", "now", "city", "days"]
 PIECES += ['"', "'", "{", "}", "[", "]", ":", ",", "=", "(", ")", "\\", "\n", " ", ";", ">", '">', "```json\n", "```"]
-PIECES += ["name", "arguments", '{"name": "now", "arguments": {', "call:now{", "function", "1", "true", "é", "😀"]
+PIECES += ["name", "arguments", '{"name": "now", "arguments": {', "call:now{", "function", "functions.", ":0", "1", "true", "é", "😀"]
 outputs = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=30)
 
 

@@ -21,6 +21,7 @@ from runtime.constrained.constraint import Constraint
 from runtime.constrained.grammar import allowed_tokens, mask_words
 from runtime.entrypoints.grammar_process import vocabulary_of
 from runtime.errors import GrammarError, RequestError
+from runtime.parsers.call_grammar import CALL_NUMBER
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import TOOL_FORMATS
 from runtime.sampling_params import GrammarSpec, SamplingParams
@@ -72,7 +73,7 @@ def sample(part: dict[str, Any], draw: random.Random) -> str:
         case "any_text":
             return "".join(draw.choice("ab <>{}\"',:\né") for _ in range(draw.randint(0, 6)))
         case "regex":
-            return {r"\n{0,2}": "\n\n", "^[a-z]{2}$": "xy"}[part["pattern"]]
+            return {r"\n{0,2}": "\n\n", "^[a-z]{2}$": "xy", CALL_NUMBER.pattern: "12"}[part["pattern"]]
         case "json_schema":
             return json.dumps(value_of(part["json_schema"], part["json_schema"], draw), ensure_ascii=False)
         case "sequence":

@@ -22,6 +22,7 @@ from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.text.tool_prompt import ARGUMENTS
 
 ANY_TEXT = AnyText()
+CALL_NUMBER = Regex("[0-9]{1,4}")
 
 
 def json_of(schema: Schema) -> JsonSchema:
@@ -100,7 +101,7 @@ def _example(part: Format) -> str:
             return _example(parts[-1])
         case JsonSchema():
             return ARGUMENTS
-    return "<value>"
+    return "0" if part == CALL_NUMBER else "<value>"
 
 
 @dataclass(frozen=True)

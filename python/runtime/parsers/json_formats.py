@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON: Hermes and Qwen 2.5, Llama 3, Mistral, DeepSeek V3 and V3.1."""
+"""Formats whose calls are JSON: Hermes and Qwen 2.5, Llama 3, Mistral, DeepSeek V3 and V3.1, Kimi K2."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.constrained.structural_tag import Tag
-from runtime.parsers.call_grammar import CallGrammar, Schema, json_of, object_schema
+from runtime.constrained.structural_tag import ConstString, Tag
+from runtime.parsers.call_grammar import CALL_NUMBER, CallGrammar, Schema, json_of, object_schema, sequence
 from runtime.parsers.calls import ToolFormat, read_block, read_json_call, read_named_call
-from runtime.parsers.reader import WHITE, Reader, Steps
+from runtime.parsers.reader import MAX_NAME, WHITE, Malformed, Reader, Steps
 
 _MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
 """The ids that Mistral's chat templates accept."""
@@ -132,6 +132,60 @@ class DeepSeek(ToolFormat):
         ]
         outer = "<｜tool▁calls▁begin｜>"
         return CallGrammar(tags, outer, outer, "\n" if self.fenced else "", "<｜tool▁calls▁end｜>")
+
+
+class KimiK2(ToolFormat):
+    """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, between two tags around all calls.
+
+    The text before the arguments is the call's id; its number counts the calls of the conversation.
+    """
+
+    begins = ("<|tool_calls_section_begin|>",)
+    tags = (
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    )  # fmt: skip
+
+    def read(self, reader: Reader) -> Steps[None]:
+        """See `ToolFormat`."""
+        yield from reader.expect("<|tool_calls_section_begin|>")
+        yield from read_block(reader, "<|tool_calls_section_end|>", lambda: self._read_call(reader))
+
+    def _read_call(self, reader: Reader) -> Steps[bool]:
+        if not (yield from reader.skip("<|tool_call_begin|>")):
+            return False
+        yield from reader.skip_all(WHITE)
+        kind = yield from reader.skip("functions.")
+        if reader.ran_out:
+            raise Malformed
+        begin = yield from reader.take_name(_take_known_name(reader))
+        written = begin + (yield from reader.take_until("<|tool_call_argument_begin|>"))
+        yield from reader.skip("<|tool_call_argument_begin|>")
+        name = written.rpartition(":")[0].strip()
+        yield from read_named_call(reader, name if name in reader.tools else written, f"{kind or ''}{written}")
+        yield from reader.skip_all(WHITE)
+        yield from reader.skip("<|tool_call_end|>")
+        return True
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        begin, middle, end = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+        tags = [
+            Tag(f"{begin}{name}:", sequence(CALL_NUMBER, ConstString(middle), json_of(object_schema(schema))), end)
+            for name, schema in tools.items()
+        ]
+        outer = "<|tool_calls_section_begin|>"
+        return CallGrammar(tags, outer, outer, "", "<|tool_calls_section_end|>")
+
+
+def _take_known_name(reader: Reader) -> Steps[str]:
+    """Read a function's name up to a colon. Names of functions may contain colons too."""
+    name = ""
+    while True:
+        name += yield from reader.take_until(":", "<|tool_call_argument_begin|>")
+        if name.strip() in reader.tools or len(name) > MAX_NAME or not (yield from reader.skip(":")):
+            return name
+        name += ":"
 
 
 def _objects(tools: Mapping[str, Schema], begin: str, key: str, end: str) -> list[Tag]:

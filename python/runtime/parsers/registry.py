@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from runtime.parsers.calls import ToolFormat
 from runtime.parsers.gemma4 import Gemma4
-from runtime.parsers.json_formats import DeepSeek, Hermes, Llama3, Mistral
+from runtime.parsers.json_formats import DeepSeek, Hermes, KimiK2, Llama3, Mistral
 from runtime.parsers.pythonic import Pythonic
 from runtime.parsers.tagged_formats import GLM47, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 from runtime.parsers.thinking import ThinkFormat
@@ -22,6 +22,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mistral": Mistral(named=False),
     "deepseekv3": DeepSeek(fenced=True),
     "deepseekv31": DeepSeek(fenced=False),
+    "kimi_k2": KimiK2(),
     "glm47": GLM47,
     "mimo": MIMO,
     "seed_oss": SEED_OSS,
@@ -36,6 +37,7 @@ THINK_FORMATS: Mapping[str, ThinkFormat] = {
     "qwen3": ThinkFormat(ended_by=("<tool_call>",)),
     "glm45": ThinkFormat(ended_by=("<tool_call>",)),
     "mimo": ThinkFormat(ended_by=("<tool_call>",)),
+    "kimi_k2": ThinkFormat(ended_by=("<|tool_calls_section_begin|>",)),
     "seed_oss": ThinkFormat(begin="<seed:think>", end="</seed:think>", ended_by=("<seed:tool_call>",)),
     "mistral": ThinkFormat(begin="[THINK]", end="[/THINK]", anywhere=True, ended_by=("[TOOL_CALLS]",)),
     "minimax": ThinkFormat(forced=True, ended_by=("<minimax:tool_call>",)),
@@ -52,6 +54,7 @@ _TOOL_MARKS = (
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseekv31", ("<｜tool▁calls▁begin｜>",)),
+    ("kimi_k2", ("<|im_system|>tool_declare",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("hermes", ("<tool_call>",)),
     ("llama3", ('"parameters":',)),
@@ -111,6 +114,8 @@ def pick_think_format(asked: str, architecture: str, template: str, short_chat: 
         return "mistral"
     if "</think>" not in template:
         return None
+    if "<|tool_calls_section_begin|>" in template:
+        return "kimi_k2"
     if "<｜Assistant｜>" in template and THINK_FORMATS["qwen3"].opening(short_chat) == "unknown":
         return "deepseek-r1"
     return _by_prefix(_THINKING_BY_ARCHITECTURE, architecture) or "qwen3"

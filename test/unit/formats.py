@@ -126,6 +126,8 @@ def write(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
                 for call, arguments in calls
             ]
             return "<｜tool▁calls▁begin｜>" + ("\n" if fenced else "").join(each) + "<｜tool▁calls▁end｜>"
+        case "phi4_mini_json":
+            return f"<|tool_call|>[{', '.join(objects)}]<|/tool_call|>"
         case "kimi_k2":
             begin, middle, end = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
             each = [f"{begin}{call}:{i}{middle}{dump(arguments)}{end}" for i, (call, arguments) in enumerate(calls)]

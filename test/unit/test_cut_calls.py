@@ -123,6 +123,7 @@ def test_a_call_that_ends_thinking_may_be_cut(name: str, thinking: str) -> None:
     [
         ("llama3", '{"name": "Bob", "age": 5, "arguments": {}}'),
         ("llama3", '{"type": "circle", "radius": 5.25, "tags": ["a"]}'),
+        ("phi4_mini_json", 'from functools import x; functools[x], functools[{"name": "Bob"}]'),
         ("pythonic", "[1, 2, [3]] and [x] or [link](http://x.org)"),
         ("hermes", "a < b, <b>x</b>, [TOOL] {x}"),
     ],

@@ -205,6 +205,16 @@ def test_a_repeated_id_of_a_call_is_replaced() -> None:
     assert ids == ["functions.now:0", "call_0"]
 
 
+@pytest.mark.parametrize(
+    "text", ["<|tool_call|>CALL<|/tool_call|>", "<|tool_call|> [CALL, CALL]", "functools[CALL]", "<|tool_call|>functools[CALL]"]
+)
+def test_phi_writes_calls_in_several_ways(text: str) -> None:
+    call = '{"name": "get_weather", "arguments": {"city": "x"}}'
+    answer = answers("phi4_mini_json", f"I look.\n{text.replace('CALL', call)}\nDone.")
+    assert answer.parsed == [("get_weather", {"city": "x"})] * text.count("CALL")
+    assert answer.content == "I look.\nDone."
+
+
 def test_qwen3_coder_may_leave_out_the_outer_tag() -> None:
     text = write("qwen3_coder", TWO).replace("<tool_call>\n", "").replace("\n</tool_call>", "")
     assert answers("qwen3_coder", text).parsed == TWO

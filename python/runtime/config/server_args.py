@@ -24,7 +24,7 @@ GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 FormatChoice = Literal["auto", "safetensors", "gguf", "dummy"]
 ToolParserChoice = Literal[
     "auto", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "kimi_k2", "gpt-oss", "glm47", "mimo",
-    "seed_oss", "minimax-m2", "gemma4", "pythonic",
+    "seed_oss", "minimax-m2", "phi4_mini_json", "gemma4", "pythonic",
 ]  # fmt: skip
 ReasoningParserChoice = Literal[
     "auto", "none", "deepseek-r1", "qwen3", "gpt-oss", "glm45", "mimo", "kimi_k2", "seed_oss", "mistral", "minimax", "gemma4",

@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON: Hermes and Qwen 2.5, Llama 3, Mistral, DeepSeek V3 and V3.1, Kimi K2."""
+"""Formats whose calls are JSON: Hermes and Qwen 2.5, Llama 3, Mistral, DeepSeek V3 and V3.1, Phi-4-mini, Kimi K2."""
 
 from __future__ import annotations
 
@@ -67,13 +67,7 @@ class Mistral(ToolFormat):
         """See `ToolFormat`."""
         yield from reader.expect("[TOOL_CALLS]")
         yield from reader.skip_all(WHITE)
-        first = yield from reader.at("[", "{")
-        if first == "[":
-            reader.pos += 1
-            yield from read_block(reader, "]", lambda: read_json_call(reader), separators=",")
-        elif first == "{":
-            yield from read_json_call(reader)
-        else:
+        if not (yield from _read_objects(reader)):
             name = yield from reader.take_name(reader.take_until("[CALL_ID]", "[ARGS]", "{"))
             marked = yield from reader.skip("[CALL_ID]")
             call_id = (yield from reader.take_until("[ARGS]", "{")) if marked else ""
@@ -134,6 +128,32 @@ class DeepSeek(ToolFormat):
         return CallGrammar(tags, outer, outer, "\n" if self.fenced else "", "<｜tool▁calls▁end｜>")
 
 
+class Phi4Mini(ToolFormat):
+    """`<|tool_call|>[{"name": "f", "arguments": {...}}]<|/tool_call|>`, or `functools[...]` with the same list."""
+
+    plain_begins = ("functools[",)
+    begins = ("<|tool_call|>", *plain_begins)
+    tags = ("<|tool_call|>", "<|/tool_call|>")
+
+    def read(self, reader: Reader) -> Steps[None]:
+        """See `ToolFormat`."""
+        yield from reader.skip_all(WHITE)
+        yield from reader.skip("<|tool_call|>")
+        yield from reader.skip_all(WHITE)
+        yield from reader.skip("functools")
+        if not (yield from _read_objects(reader)):
+            raise Malformed
+        reader.accept()
+        yield from reader.skip_all(WHITE)
+        if not (yield from reader.skip("<|/tool_call|>")):
+            reader.pos = reader.done
+        reader.accept()
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        return CallGrammar(_objects(tools, "", "arguments", ""), "<|tool_call|>", "<|tool_call|>[", ", ", "]<|/tool_call|>")
+
+
 class KimiK2(ToolFormat):
     """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, between two tags around all calls.
 
@@ -186,6 +206,15 @@ def _take_known_name(reader: Reader) -> Steps[str]:
         if name.strip() in reader.tools or len(name) > MAX_NAME or not (yield from reader.skip(":")):
             return name
         name += ":"
+
+
+def _read_objects(reader: Reader) -> Steps[bool]:
+    """Read one call that is an object, or a list of them; returns False and reads nothing if there is neither."""
+    yield from reader.skip_all(WHITE)
+    if (yield from reader.skip("[")):
+        yield from read_block(reader, "]", lambda: read_json_call(reader), separators=",")
+        return True
+    return (yield from read_json_call(reader))
 
 
 def _objects(tools: Mapping[str, Schema], begin: str, key: str, end: str) -> list[Tag]:

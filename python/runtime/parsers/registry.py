@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from runtime.parsers.calls import ToolFormat
 from runtime.parsers.gemma4 import Gemma4
-from runtime.parsers.json_formats import DeepSeek, Hermes, KimiK2, Llama3, Mistral
+from runtime.parsers.json_formats import DeepSeek, Hermes, KimiK2, Llama3, Mistral, Phi4Mini
 from runtime.parsers.pythonic import Pythonic
 from runtime.parsers.tagged_formats import GLM47, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 from runtime.parsers.thinking import ThinkFormat
@@ -27,6 +27,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mimo": MIMO,
     "seed_oss": SEED_OSS,
     "minimax-m2": MINIMAX_M2,
+    "phi4_mini_json": Phi4Mini(),
     "gemma4": Gemma4(),
     "pythonic": Pythonic(),
 }
@@ -55,6 +56,8 @@ _TOOL_MARKS = (
     ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseekv31", ("<｜tool▁calls▁begin｜>",)),
     ("kimi_k2", ("<|im_system|>tool_declare",)),
+    ("phi4_mini_json", ("<|/tool|>",)),
+    ("phi4_mini_json", ("functools[",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("hermes", ("<tool_call>",)),
     ("llama3", ('"parameters":',)),

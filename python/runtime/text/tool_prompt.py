@@ -23,6 +23,8 @@ INSTRUCTIONS = """You may call functions to help with the user's request. These 
 To call a function, answer with its name and its arguments in this form, once for each call:
 {form}"""
 """The instructions to the model if its chat template does not describe tools."""
+WITH_TOOLS = "You are a helpful assistant with some tools."
+"""The system message of Phi-4-mini's documentation, for chats without one."""
 FUNCTION, ARGUMENTS = "<function-name>", "<arguments-as-json-object>"
 HERMES_FORM = f'<tool_call>\n{{"name": "{FUNCTION}", "arguments": {ARGUMENTS}}}\n</tool_call>'
 """The default form of calls; many models are trained with it."""
@@ -48,6 +50,7 @@ class TemplateTraits:
         describes_tools: whether it renders descriptions of tools.
         renders_calls: whether it renders calls and their results.
         argument_objects: whether it expects the arguments of calls as objects; otherwise as JSON text.
+        tools_in_system: whether it renders the field `tools` of a system message, as that of Phi-4-mini does.
         takes_system: whether it accepts a system message.
         short_ids: whether it accepts only call ids of nine letters and digits, as Mistral's templates do.
         one_call: whether a message may have only one call, as with the templates of Llama 3 and gpt-oss.
@@ -57,6 +60,7 @@ class TemplateTraits:
     describes_tools: bool
     renders_calls: bool
     argument_objects: bool
+    tools_in_system: bool
     takes_system: bool
     short_ids: bool
     one_call: bool
@@ -78,6 +82,7 @@ class TemplateTraits:
             describes_tools=_NAME in rendered(render, [USER], [_TOOL]),
             renders_calls=_VALUE in text and _TEXT in text,
             argument_objects=objects,
+            tools_in_system=_NAME in rendered(render, [{"role": "system", "content": "", "tools": _NAME}, USER]),
             takes_system=_TEXT in rendered(render, [{"role": "system", "content": _TEXT}, USER]),
             short_ids=_TEXT in text and _TEXT not in rendered(render, called(arguments, name=_LONG_ID)),
             one_call=_VALUE in text and _SECOND_VALUE not in rendered(render, twice),
@@ -124,7 +129,9 @@ def fit_tools(messages: Sequence[Message], tools: Sequence[Message], traits: Tem
         fitted = _with_single_calls(fitted)
     if traits.thought_or_text:
         fitted = [_with_text_in_thought(message) for message in fitted]
-    return fitted if traits.describes_tools or not tools else _instructed(fitted, tools, form, traits.takes_system)
+    if traits.describes_tools or not tools:
+        return fitted
+    return _with_tools_in_system(fitted, tools) if traits.tools_in_system else _instructed(fitted, tools, form, traits.takes_system)
 
 
 def _with_objects(message: Message) -> Message:
@@ -204,6 +211,13 @@ def _as_text(messages: Sequence[Message], form: str) -> list[Message]:
 def _call_text(function: Mapping[str, Any], form: str) -> str:
     form = form if ARGUMENTS in form else HERMES_FORM
     return form.replace(FUNCTION, function["name"]).replace(ARGUMENTS, function["arguments"] or "{}")
+
+
+def _with_tools_in_system(messages: list[Message], tools: Sequence[Message]) -> list[Message]:
+    """Add the functions to the first system message, as the JSON text of a list."""
+    described = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    first, rest = (messages[0], messages[1:]) if messages[0]["role"] == "system" else ({"role": "system", "content": WITH_TOOLS}, messages)
+    return [{**first, "tools": described}, *rest]
 
 
 def _instructed(messages: list[Message], tools: Sequence[Message], form: str, takes_system: bool) -> list[Message]:

@@ -13,6 +13,7 @@ from runtime.errors import RequestError
 from runtime.text.control_tokens import ControlTokens, escaped_mark, unused_noncharacters
 from runtime.text.roles import RoleTraits, fit_roles, has_unusual_order
 from runtime.text.template_sandbox import compile_template, render_bounded
+from runtime.text.thoughts import takes_thoughts_as_parts, with_thought_parts
 from runtime.text.tool_prompt import HERMES_FORM, PLAIN_TOOL, USER, Message, TemplateTraits, fit_tools, rendered, uses_tools
 
 MAX_KWARGS_CHARS = 16384
@@ -90,6 +91,8 @@ class ChatTemplate:
             tools = tools if self.traits.describes_tools else ()
         if has_unusual_order(messages):
             messages = fit_roles(messages, self._roles)
+        if any(message.get("thinking") for message in messages) and self._takes_thoughts_as_parts:
+            messages = with_thought_parts(messages)
         chat = [self._guarded(message, mark) for message in messages]
         variables = {**self._named_tokens, **{name: self._control.for_others(value, mark) for name, value in kwargs.items()}}
         variables["tools"] = self._control.for_others(tools, mark) or None
@@ -114,6 +117,10 @@ class ChatTemplate:
     def _roles(self) -> RoleTraits:
         """Which orders of messages the template accepts."""
         return RoleTraits.probe(self._run_plain, self.traits)
+
+    @cached_property
+    def _takes_thoughts_as_parts(self) -> bool:
+        return takes_thoughts_as_parts(self._run_plain)
 
     def _run_plain(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
         """Render messages without guards or role changes."""

@@ -38,7 +38,8 @@ def test_a_long_command_line_of_sglang_loads(caplog: pytest.LogCaptureFixture) -
     assert (args.kv_cache_dtype, args.tool_call_parser, args.quantization) == ("bfloat16", "qwen25", "none")
     assert (args.download_dir, args.enable_metrics) == ("/models", True)
     assert "--enable-cache-report has no effect: usage always reports cached tokens" in caplog.messages
-    assert parse(["--tool-call-parser", "glm45"]).args.tool_call_parser == "glm47"
+    assert [parse(["--tool-call-parser", name]).args.tool_call_parser for name in ("glm", "glm45")] == ["glm47"] * 2
+    assert parse(["--reasoning-parser", "deepseek-v3"]).args.reasoning_parser == "qwen3"
     assert parse(["--cuda-graph-max-bs-decode", "8"]).args.cuda_graph_max_bs == 8
 
 

@@ -39,7 +39,9 @@ OTHER_SPELLINGS = {
     ("quantization", "awq_marlin"): "awq",
     ("quantization", "gptq_marlin"): "gptq",
     ("reasoning_parser", "qwen3-thinking"): "qwen3",
+    ("reasoning_parser", "deepseek-v3"): "qwen3",
     ("tool_call_parser", "qwen"): "qwen25",
+    ("tool_call_parser", "glm"): "glm47",
     ("tool_call_parser", "glm45"): "glm47",
 }
 """SGLang's other names of flag values."""

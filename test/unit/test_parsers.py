@@ -108,6 +108,7 @@ JSON_CALLS = {
     "arguments first": '{"arguments": {"city": "x"}, "name": "get_weather"}',
     "a string of JSON": r'{"name": "get_weather", "arguments": "{\"city\": \"x\"}"}',
     "the last brace missing": '{"name": "get_weather", "arguments": {"city": "x"}',
+    "other members first": '{"name": "get_weather", "z": [{}], "y": {"city": "y"}, "arguments": {"city": "x"}}',
     "more members": '{"id": 7, "type": "function", "name": "get_weather", "arguments": {"city": "x"}, "z": [{}]}',
 }
 
@@ -147,6 +148,8 @@ def test_line_breaks_inside_json_strings_are_escaped() -> None:
         '<tool_call>{"name": "get_weather", "arguments": "no object"}</tool_call>',
         r'<tool_call>{"name": "get_weather", "arguments": "{\"rate\": NaN}"}</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "get_weather", "args": {"city": "x"}}</tool_call>',
+        '<tool_call>{"name": "get_weather", "city": "x"}</tool_call>',
         "<tool_call>{'name': 'get_weather'}</tool_call>",
         '<tool_call>{"name": "get_wea',
         '<tool_call>{"arguments": ' + '{"a":' * 100 + "1" + "}" * 101 + "</tool_call>",
@@ -160,6 +163,40 @@ def test_a_malformed_call_comes_back_as_text(text: str) -> None:
 def test_a_call_after_text_like_a_call_is_read(name: str) -> None:
     begin = TOOL_FORMATS[name].begins[0]
     assert answers(name, f"{begin} is a tag. {begin}{write(name, TWO)}").parsed == TWO
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [("deepseekv3", "<｜tool▁call▁begin｜>"), ("deepseekv31", "<｜tool▁call▁begin｜>"), ("kimi_k2", "<|tool_call_begin|>")],
+)
+def test_text_after_the_beginning_of_no_call_is_kept(name: str, begin: str) -> None:
+    text = write(name, TWO)
+    end = text.rindex("<")
+    answer = answers(name, f"{text[:end]}{begin}{text[end:]} Done.")
+    assert (answer.parsed, answer.content) == (TWO, f"{begin}{text[end:]} Done.")
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("deepseekv3", "<｜tool▁sep｜>"),
+        ("deepseekv3", "```json"),
+        ("deepseekv31", "<｜tool▁sep｜>"),
+        ("kimi_k2", "<|tool_call_argument_begin|>"),
+    ],
+)
+def test_a_call_without_the_tag_after_its_name_is_text(name: str, tag: str, at: int) -> None:
+    calls = [("now", {}), ("ns.run-2", {"command": "x"}), ("get_weather", {"days": 1})]
+    parts = write(name, calls).split(tag)
+    answer = answers(name, f"{tag.join(parts[: at + 1])}<broken>{tag.join(parts[at + 1 :])} Done.")
+    assert answer.parsed == calls[:at]
+    assert all(part in answer.content for call, arguments in calls[at:] for part in (call, json.dumps(arguments), "<broken>", " Done."))
+
+
+@pytest.mark.parametrize(("name", "tag"), [("deepseekv31", "<｜tool▁sep｜>"), ("kimi_k2", "<|tool_call_argument_begin|>")])
+def test_a_tag_between_the_name_and_the_arguments_may_be_absent(name: str, tag: str) -> None:
+    assert answers(name, write(name, TWO).replace(tag, "")).parsed == TWO
 
 
 def test_arguments_that_break_off_end_the_call_and_the_rest_is_text() -> None:

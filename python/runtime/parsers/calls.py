@@ -67,7 +67,7 @@ def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
         return False
     name: str | None = None
     given: str | None = None  # arguments that precede the name
-    begun = False
+    begun = misnamed = False  # misnamed: whether there are members that may be misnamed arguments
     while True:
         key = yield from take_string(reader)
         yield from reader.expect(":")
@@ -77,6 +77,7 @@ def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
             given = yield from _read_json_arguments(reader, name)
             begun = given is None
         else:
+            misnamed |= key not in ("id", "type")
             yield from read_value(reader, lambda _: None)
         yield from reader.skip_all(WHITE)
         if end is not None and (yield from reader.at(end)):
@@ -84,7 +85,7 @@ def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
         if (yield from reader.expect(",", "}")) == "}":
             break
     if not begun:
-        if name is None:
+        if name is None or (given is None and misnamed):
             raise Malformed
         reader.start_call(name)
         reader.arguments(given or "{}")

@@ -105,9 +105,9 @@ class DeepSeek(ToolFormat):
         if not (yield from reader.skip("<｜tool▁call▁begin｜>")):
             return False
         if self.fenced:
-            yield from reader.take_until("<｜tool▁sep｜>")
-            yield from reader.skip("<｜tool▁sep｜>")
-        name = yield from reader.take_name(reader.take_until("\n" if self.fenced else "<｜tool▁sep｜>"))
+            yield from reader.take_until("<", "\n")
+            yield from reader.expect("<｜tool▁sep｜>")
+        name = yield from reader.take_name(reader.take_until("<", "\n" if self.fenced else "{"))
         yield from (reader.expect("```json") if self.fenced else reader.skip("<｜tool▁sep｜>"))
         yield from read_named_call(reader, name)
         if self.fenced:
@@ -179,7 +179,7 @@ class KimiK2(ToolFormat):
         if reader.ran_out:
             raise Malformed
         begin = yield from reader.take_name(_take_known_name(reader))
-        written = begin + (yield from reader.take_until("<|tool_call_argument_begin|>"))
+        written = begin + (yield from reader.take_until("<", "{"))
         yield from reader.skip("<|tool_call_argument_begin|>")
         name = written.rpartition(":")[0].strip()
         yield from read_named_call(reader, name if name in reader.tools else written, f"{kind or ''}{written}")
@@ -202,7 +202,7 @@ def _take_known_name(reader: Reader) -> Steps[str]:
     """Read a function's name up to a colon. Names of functions may contain colons too."""
     name = ""
     while True:
-        name += yield from reader.take_until(":", "<|tool_call_argument_begin|>")
+        name += yield from reader.take_until(":", "<", "{")
         if name.strip() in reader.tools or len(name) > MAX_NAME or not (yield from reader.skip(":")):
             return name
         name += ":"

@@ -139,7 +139,16 @@ def test_plain_text_and_long_headers_are_content() -> None:
     assert answer(encode("plain<|return|>")) == Answer("plain")
     assert answer(encode("plain<|end|><|start|>assistant<|channel|>final<|message|>Yes")) == Answer("plain\nYes")
     assert answer(encode("assistant" * 20)) == Answer("assistant" * 20)
-    for cut in ("<|channel|>ana", "assistant", " to=functions.no", f"{THOUGHT} to="):
+    for begun in ("<|channel|>final It is so.", "<|channel|>finalYes", "<|channel|>analysis<|constrain|> Hm, so", "<|constrain|>a b"):
+        assert answer(encode(f"{begun}<|return|>")) == Answer(begun), "the token before the text is missing"
+    for cut in (
+        "<|channel|>ana",
+        "assistant",
+        " to=functions.no",
+        f"{THOUGHT} to=",
+        CALL[: CALL.index("<|message|>")],
+        " to=functions.now<|channel|>commentary json",
+    ):
         assert answer(encode(cut)).content == ""
 
 

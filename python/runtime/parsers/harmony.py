@@ -21,7 +21,10 @@ ROLE = "assistant"
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
 _RECIPIENT = re.compile(r"to=[^\s<]+")
-_CUT_HEADER = re.compile(r"\s*(assistant)?\s*(to=\S*)?\s*")
+_CHANNEL_NAMES = "|".join(name[:end] for name in ("analysis", "commentary", "final") for end in range(len(name), -1, -1))
+_TYPE = r"<\|constrain\|> ?\w*"
+_CUT_HEADER = re.compile(rf"(assistant)? ?(to=\S*)? ?(<\|channel\|> ?({_CHANNEL_NAMES})( to=\S*| to?)?( ?{_TYPE}| json| code)?|{_TYPE})?")
+"""A header that may be incomplete, with single spaces."""
 Kind = Literal["content", "reasoning", "call"]
 
 
@@ -149,10 +152,9 @@ class HarmonyParser:
                 self._show_plain(self._header)
 
     def _end(self) -> None:
-        """End the message or the header. A header without control tokens is plain text, unless it only names role and recipient."""
-        header = self._header
-        if header is not None and self._spelled.keys().isdisjoint(header) and not _CUT_HEADER.fullmatch(self._plain(header)):
-            self._show_plain(header)
+        """End the message or the header. A header with more than role, recipient, channel and type is text."""
+        if self._header is not None and not _CUT_HEADER.fullmatch(" ".join(self._plain(self._header).split())):
+            self._show_plain(self._header)
         if self._header is None:
             self._close()
 

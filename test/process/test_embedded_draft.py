@@ -16,7 +16,7 @@ from benchmark.embedded_speculation import chat_prompts, speculation
 
 from process.conftest import ROOT, Embedded, serve_embedded
 from runtime import Engine
-from runtime.config.speculative import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
+from runtime.config.speculative import DEFAULT_STEPS, EMBEDDED_DRAFT
 from warm_start import ForkedPopen
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8}
@@ -78,7 +78,7 @@ def test_the_default_server_drafts_says_so_and_accepts(embedded: Embedded) -> No
     body = {"text": "The three primary colors are", "sampling_params": {"temperature": 0, "max_new_tokens": 32}}
     meta = httpx.post(f"{embedded.url}/generate", json=body, timeout=60).json()["meta_info"]
     assert 0 < meta["spec_verify_ct"] < meta["completion_tokens"]
-    steps = EMBEDDED_DRAFT_STEPS["cpu"]
+    steps = DEFAULT_STEPS
     said = embedded.log.read_text(errors="replace")
     assert f"EAGLE3 {steps}/1/{steps + 1}" in said
     assert "--speculative-algorithm none" in said
@@ -97,7 +97,7 @@ def test_a_request_of_the_default_server_limits_its_own_drafts(embedded: Embedde
             assert details is None
             continue
         assert details["accepted_tokens"] > 0, cap
-        assert details["accept_length"] <= 1 + (EMBEDDED_DRAFT_STEPS["cpu"] if cap is None else cap)
+        assert details["accept_length"] <= 1 + (DEFAULT_STEPS if cap is None else cap)
     assert len(texts) == 1
 
 

@@ -31,7 +31,7 @@ from runtime.config.quant_config import Int4Format, QuantConfig
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
-from runtime.config.speculative import AUTO_DEPTHS, EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, with_embedded_draft
+from runtime.config.speculative import AUTO_DEPTHS, DEFAULT_STEPS, EMBEDDED_DRAFT, with_embedded_draft
 from runtime.config.speculative_tuning import read_tuning
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.entrypoints import prepare
@@ -826,7 +826,7 @@ def test_eagle_has_sglangs_defaults() -> None:
         ({"speculative_num_steps": 3}, (3, 1, 4), ()),
         ({"speculative_num_draft_tokens": 4}, (3, 1, 4), ()),
         ({"speculative_eagle_topk": 2}, (3, 2, 11), ()),
-        ({"speculative_draft_model_path": str(EMBEDDED_DRAFT)}, (4, 1, 5), ()),
+        ({"speculative_draft_model_path": str(EMBEDDED_DRAFT)}, (3, 1, 4), ()),
     ],
 )
 def test_a_chain_without_a_number_of_steps_chooses_its_depth(
@@ -1054,13 +1054,12 @@ def test_an_explicit_dtype_turns_off_the_embedded_models_quantization(
 
 def test_the_embedded_model_drafts_with_its_own_head_by_default() -> None:
     embedded, own = replace(LLAMA, embedded=True), DraftFacts(str(EMBEDDED_DRAFT), "safetensors")
-    for machine, device in ((CPU, "cpu"), (HOPPER, "cuda")):
+    for machine in (CPU, HOPPER):
         filled = with_embedded_draft(args(), True)
         found = resolve(filled, machine, embedded, own).speculative
         assert found is not None
-        steps = EMBEDDED_DRAFT_STEPS[device]
         assert (found.algorithm, found.draft_model_path) == ("EAGLE3", str(EMBEDDED_DRAFT))
-        assert (found.num_steps, found.topk, found.num_draft_tokens) == (steps, 1, steps + 1)
+        assert (found.num_steps, found.topk, found.num_draft_tokens) == (DEFAULT_STEPS, 1, DEFAULT_STEPS + 1)
     deeper = resolve(with_embedded_draft(args(speculative_num_steps=5), True), CPU, embedded, own).speculative
     assert deeper is not None
     assert deeper.num_draft_tokens == 6

@@ -241,7 +241,7 @@ class ServerArgs:
     """Tensor-parallel size of the draft: 1 (replicated) or the target's; default: the one estimated to be faster."""
     speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K", bounds=(1, MAX_TREE_BITS - 1))
     """Draft depth K; auto: each iteration runs at the depth, 0 to 7, with the most expected tokens per second. Default: auto for
-    chains; D - 1 if D is given; all masked tokens of a DFLASH block; 3 for trees; for the embedded model 3, or 4 on a GPU."""
+    chains; D - 1 if D is given; all masked tokens of a DFLASH block; 3 for trees and for the embedded model."""
     speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N", bounds=(1, MAX_TREE_BITS))
     """Branches per draft node; default: 1, a chain."""
     speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D", bounds=(2, MAX_TREE_BITS))

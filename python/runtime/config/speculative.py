@@ -26,11 +26,6 @@ log = logging.getLogger(__name__)
 EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-eagle3"
 """The folder of the embedded model's own draft head."""
 EMBEDDED_ALGORITHM: SpecAlgorithm = "EAGLE3"
-EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
-"""Default depth of the embedded model's draft, a chain.
-
-Measured for one request: on a CPU in int8 against depths 1, 2 and 5, on an H200 against 2, 3 and 5.
-"""
 EMBEDDED_DRAFT_MAX_BATCH: dict[tuple[DeviceKind, str], int] = {("cpu", "int4"): 2, ("cpu", "int8"): 2, ("cpu", "float32"): 8}
 """Largest batch size at which drafts of the embedded model are not slower, by device and type of weights. With others drafts are faster at
 every batch size we measured.
@@ -39,7 +34,9 @@ tokens at batch size 1, 1.07 times at 2 and 0.74 times at 4; in int8, 1.35 times
 largest measured.
 """
 DEFAULT_STEPS = 3
-"""Default depth of trees, and of chains with synthetic acceptance by position."""
+"""Default depth of trees, of chains with synthetic acceptance by position, and of the embedded model's draft, a chain. The last was
+measured on a CPU in int8 for one request against depths 1, 2 and 5, and on an H200 for 1, 4, 16 and 64 requests against 4.
+"""
 AUTO_DEPTHS = (0, 1, 2, 3, 5, 7)
 """Depths of `--speculative-num-steps auto`, the default for chains."""
 
@@ -118,7 +115,7 @@ def resolve_speculative(
     path, draft_format, block_size = (None, model.load_format, None) if draft is None else (draft.path, draft.load_format, draft.block_size)
     args = args if block_size is None else with_block_size(args, block_size)
     tuning = _applied(args, tuning)
-    shape = _draft_shape(args, device.device) if tuning is None else _tuned_shape(args, tuning)
+    shape = _draft_shape(args) if tuning is None else _tuned_shape(args, tuning)
     synthetic = _synthetic(args, shape)
     shape = shape if block_size is None else _within_block(shape, block_size, tuned=tuning is not None)
     if shape.depths:
@@ -245,12 +242,12 @@ def _check_draft_ranks(args: ServerArgs) -> None:
         )
 
 
-def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
+def _draft_shape(args: ServerArgs) -> _DraftShape:
     topk = args.speculative_eagle_topk or 1
     asked = args.speculative_num_draft_tokens
     if args.speculative_num_steps == "auto" or _is_auto_by_default(args, topk):
         return _auto_shape(args, topk)
-    steps = args.speculative_num_steps or _default_steps(args, device, topk)
+    steps = args.speculative_num_steps or _default_steps(args, topk)
     if topk > 1:
         return _tree_shape(args, steps, topk)
     if asked is not None and asked != steps + 1:
@@ -319,13 +316,13 @@ def _tree_shape(args: ServerArgs, steps: int, topk: int) -> _DraftShape:
     return _DraftShape(steps, topk, asked)
 
 
-def _default_steps(args: ServerArgs, device: DeviceKind, topk: int) -> int:
+def _default_steps(args: ServerArgs, topk: int) -> int:
     """The depth if it is not given; the width of a chain determines it."""
     asked = args.speculative_num_draft_tokens
     if topk == 1 and asked is not None:
         log.info("speculative num steps %d: a chain of %d draft tokens has one step fewer", asked - 1, asked)
         return asked - 1
-    return EMBEDDED_DRAFT_STEPS[device] if args.speculative_draft_model_path == str(EMBEDDED_DRAFT) else DEFAULT_STEPS
+    return DEFAULT_STEPS
 
 
 def _embedded_max_batch(args: ServerArgs, shape: _DraftShape, device: DeviceConfig, quantization: Quantization | None) -> int | None:
@@ -333,11 +330,11 @@ def _embedded_max_batch(args: ServerArgs, shape: _DraftShape, device: DeviceConf
     measured = EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
     max_batch = args.speculative_disable_by_batch_size or measured
     log.info(
-        "speculative decoding %s %d/%d/%d (steps, topk, draft tokens) with the embedded model's own head, %s; the default on %s is a chain "
-        "of %d drafts; --speculative-disable-by-batch-size sets the limit, --speculative-algorithm none turns drafting off",
+        "speculative decoding %s %d/%d/%d (steps, topk, draft tokens) with the embedded model's own head, %s; the default is a chain of %d "
+        "drafts; --speculative-disable-by-batch-size sets the limit, --speculative-algorithm none turns drafting off",
         *(EMBEDDED_ALGORITHM, shape.num_steps, shape.topk, shape.num_draft_tokens),
         "at every batch size" if max_batch is None else f"up to a batch size of {max_batch}",
-        *(device.device, EMBEDDED_DRAFT_STEPS[device.device]),
+        DEFAULT_STEPS,
     )
     return max_batch
 

@@ -43,26 +43,32 @@ template <bool SECOND> __device__ __forceinline__ u32 scaled(u32 x, u32 factors)
     return y;
 }
 
-// What a multiplying warpgroup does with weights.
-struct Widener {
-    Slots slots;
-    u32 data;
-    int width, group, warp, lane;
+// This lane's rows of both matrices of a warpgroup: two of each.
+struct Rows {
+    u32 codes, scales[2], largest[2], tops[2][2], factors[2][2];  // largest scales, those of the second matrix in the upper halves
 
-    __device__ __forceinline__ void begin_item() const { barrier_wait(slots.full(), slots.round & 1); }
-    __device__ __forceinline__ void end_item() {
-        release(slots.empty(), lane);
-        slots.next();
-    }
-    // The largest scales of this lane's rows of both matrices, of the second matrix in the upper halves. `scales`: of row 0 of the warp.
-    __device__ __forceinline__ void find_largest(u32 (&largest)[2], u32 scales) const {
+    __device__ __forceinline__ Rows(const Slots& slots, u32 data, int group, int warp, int lane) {
+        const u32 scales_of_warp = slots.scales() + (2 * group * MATRIX + 16 * warp) * SCALES;
+        find_largest(scales_of_warp, lane);
+        const int row = matrix_row(warp, lane), chunk = lane / 16;
+        codes = data + 2 * group * MATRIX_BYTES + row / STRIP * (STRIP * CODE_BYTES) + chunk * CORE_BYTES + row % STRIP * 16;
+        asm volatile("" : "+r"(codes));  // the compiler would compute it again in each stage
 #pragma unroll
         for (int high = 0; high < 2; high++) {
-            const u32 from = scales + fragment_row(lane, high) * SCALES;
+            scales[high] = scales_of_warp + fragment_row(lane, high) * SCALES;
+#pragma unroll
+            for (int q = 0; q < 2; q++) tops[q][high] = __byte_perm(30 - (largest[high] >> 16 * q & 0xFF), 0, 0x1010);
+        }
+    }
+    // `from`: the scales of row 0 of the warp.
+    __device__ __forceinline__ void find_largest(u32 from, int lane) {
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            const u32 own = from + fragment_row(lane, high) * SCALES;
             u32 low_bytes = 0, words = 0;
 #pragma unroll
             for (int j = 2 * (lane % 4); j < SCALES; j += 8) {
-                const u32 both = load_scales(from + j) | load_scales(from + SCALE_BYTES_OF_MATRIX + j) << 16;
+                const u32 both = load_scales(own + j) | load_scales(own + SCALE_BYTES_OF_MATRIX + j) << 16;
                 words = max2(words, both), low_bytes = max2(low_bytes, both & 0x00FF00FF);
             }
             u32 most = max2(low_bytes, words >> 8 & 0x00FF00FF);
@@ -70,77 +76,30 @@ struct Widener {
             largest[high] = max2(most, __shfl_xor_sync(~0u, most, 2));
         }
     }
-    // Sums of `N` pairs by both matrices of the group, and what sums of this lane's rows are multiplied by. Stages are released.
-    template <int N> __device__ __forceinline__ void multiply_item(float (&sums)[2][N / 2], float (&row_factors)[2][2], Ring& ring) const {
-        const u32 scales_of_warp = slots.scales() + (2 * group * MATRIX + 16 * warp) * SCALES;
-        u32 largest[2];
-        find_largest(largest, scales_of_warp);
-        const int stages = stages_of(width), row = matrix_row(warp, lane), chunk = lane / 16;
-        u32 codes = data + 2 * group * MATRIX_BYTES + row / STRIP * (STRIP * CODE_BYTES) + chunk * CORE_BYTES + row % STRIP * 16;
-        u32 fragments[2][2][4], tops[2][2], scales[2];
-        asm volatile("" : "+r"(codes));  // the compiler would compute it again in each stage
-        const int first = ring.stage;
+    // Load the codes of half of stage `s` of the row, and their scales; `stage`: of the ring.
+    __device__ __forceinline__ void load(uint4 (&words)[2], int s, int stage, int half) {
 #pragma unroll
-        for (int high = 0; high < 2; high++) {
-            scales[high] = scales_of_warp + fragment_row(lane, high) * SCALES;
+        for (int q = 0; q < 2; q++) {
+            words[q] = matrices(codes + stage * STAGE_BYTES + q * MATRIX_BYTES + half * (2 * CORE_BYTES));
 #pragma unroll
-            for (int q = 0; q < 2; q++) tops[q][high] = __byte_perm(30 - (largest[high] >> 16 * q & 0xFF), 0, 0x1010);
-        }
-#pragma unroll 1
-        for (int round = 0; round < first + stages; round += STAGES)
-#pragma unroll
-        for (int stage = 0; stage < STAGES; stage++) {  // a constant in each copy, so that descriptors are in uniform registers
-            const int s = round + stage - first, before = (stage + STAGES - 1) % STAGES;
-            if (s < 0 || s >= stages) continue;
-            ring.wait_full();
-            const u64 x = descriptor(data + stage * STAGE_BYTES + W_BYTES), constant = x & ~0xFFFFFFFFull;  // offsets never reach the upper half
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                uint4 words[2];
-                u32 factors[2][2];
-#pragma unroll
-                for (int q = 0; q < 2; q++) {
-                    words[q] = matrices(codes + stage * STAGE_BYTES + q * MATRIX_BYTES + half * (2 * CORE_BYTES));
-#pragma unroll
-                    for (int high = 0; high < 2; high++) {  // past the last column, codes are zeros, whose scale must be finite
-                        const u32 two = SCALES % 4 == 0 || 4 * s + 2 * half < SCALES
-                            ? load_scales(scales[high] + q * SCALE_BYTES_OF_MATRIX + 4 * s + 2 * half)
-                            : 0;
-                        factors[q][high] = factors_of(two, tops[q][high]);
-                    }
-                }
-#pragma unroll
-                for (int k = 0; k < 4; k++) {  // 16 columns each: the first codes of 16 bytes, then the second ones, then those of the next 16 bytes
-                    u32(&pieces)[2][4] = fragments[k % 2];
-#pragma unroll
-                    for (int q = 0; q < 2; q++)
-#pragma unroll
-                        for (int high = 0; high < 2; high++) {
-                            const u32 word = k < 2 ? high ? words[q].y : words[q].x : high ? words[q].w : words[q].z;
-                            const uint2 two = k % 2 ? widen_second_e2m1(word) : widen_first_e2m1(word);
-                            pieces[q][high] = k < 2 ? scaled<false>(two.x, factors[q][high]) : scaled<true>(two.x, factors[q][high]);
-                            pieces[q][2 + high] = k < 2 ? scaled<false>(two.y, factors[q][high]) : scaled<true>(two.y, factors[q][high]);
-                        }
-                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-                    for (int q = 0; q < 2; q++)
-                        multiply(sums[q], pieces[q], constant | (u32)x + half * (HALF_BYTES / 16) + k * 2, s > 0 || half > 0 || k > 0);
-                    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
-                    if (half == 0 && k == 0 && s > 0) release(ring.empty + before * 8, lane);  // all wgmma of the previous stage have completed
-                }
+            for (int high = 0; high < 2; high++) {  // past the last column, codes are zeros, whose scale must be finite
+                const u32 two = SCALES % 4 == 0 || 4 * s + 2 * half < SCALES
+                    ? load_scales(scales[high] + q * SCALE_BYTES_OF_MATRIX + 4 * s + 2 * half)
+                    : 0;
+                factors[q][high] = factors_of(two, tops[q][high]);
             }
-            ring.next();
         }
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        release(ring.empty + (ring.stage + STAGES - 1) % STAGES * 8, lane);
-#pragma unroll
-        for (int q = 0; q < 2; q++)
-#pragma unroll
-            for (int j = 0; j < N / 2; j++) asm volatile("" : "+f"(sums[q][j])::"memory");
-#pragma unroll
-        for (int q = 0; q < 2; q++)
-#pragma unroll
-            for (int high = 0; high < 2; high++)
-                row_factors[q][high] = __uint_as_float((u32)max((int)(largest[high] >> 16 * q & 0xFF) - 1, 0) << 23);
+    }
+    __device__ __forceinline__ void begin_piece(int, int) const {}
+    // Four weights of a word, for instruction `k` of four of half a stage.
+    __device__ __forceinline__ uint2 widen(u32 word, int q, int high, int k) const {
+        const uint2 two = k % 2 ? widen_second_e2m1(word) : widen_first_e2m1(word);
+        const u32 both = factors[q][high];
+        if (k < 2) return make_uint2(scaled<false>(two.x, both), scaled<false>(two.y, both));
+        return make_uint2(scaled<true>(two.x, both), scaled<true>(two.y, both));
+    }
+    // What sums of a row are multiplied by.
+    __device__ __forceinline__ float factor(int q, int high) const {
+        return __uint_as_float((u32)max((int)(largest[high] >> 16 * q & 0xFF) - 1, 0) << 23);
     }
 };

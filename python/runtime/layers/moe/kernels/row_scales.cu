@@ -1,5 +1,5 @@
-// Scales of groups of columns, of which rows have several, for `widened_experts.cu`: those of a tile's rows are in shared memory at once. Scales of a
-// matrix are adjacent in memory and loaded in one copy.
+// Scales of groups of columns, of which rows have several, for `widened_experts.cu`: those of a tile's rows are in shared memory at once.
+// Scales of a matrix are adjacent in memory and loaded in one copy.
 //
 // Defined before this text: SLOTS (of the scales of a tile), SCALES (bytes of a row), widened_tiles.cu.
 

@@ -47,8 +47,8 @@ CODE_BITS: Mapping[WeightFormat, int] = {"fp8": 8, "mxfp4": 4, "int4": 4}
 """Bits per weight in each format that the kernels convert."""
 FILES: Mapping[WeightFormat, tuple[str, ...]] = {
     "fp8": ("e4m3_weights.cu",),
-    "mxfp4": ("row_scales.cu", "mxfp4_weights.cu"),
-    "int4": ("row_scales.cu", "int4_weights.cu"),
+    "mxfp4": ("row_scales.cu", "mxfp4_weights.cu", "row_widener.cu"),
+    "int4": ("row_scales.cu", "int4_weights.cu", "row_widener.cu"),
 }
 """The CUDA files of each format."""
 

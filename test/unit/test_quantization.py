@@ -423,7 +423,14 @@ def test_compiled_layer_names_match_as_one_regular_expression(names: list[str], 
     patterns = [rf"(?:^|\.){name}(?:\.|$)" for name in plain] + ["^" + name[3:] for name in names if name.startswith("re:")]
     compiled = LayerNames.of(tuple(names))
     assert compiled.match(layer) == any(re.search(pattern, layer) for pattern in patterns)
-    assert (compiled.pattern is None) == (not any("*" in name or name.startswith("re:") for name in names)), "exact names are in a set"
+    assert (not compiled.patterns) == (not any("*" in name or name.startswith("re:") for name in names)), "exact names are in a set"
+
+
+def test_groups_and_flags_of_a_pattern_are_its_own() -> None:
+    kept = (r"re:(?P<n>a)\.x", r"re:(?P<n>b)\.x", r"re:(c|d)\1", "re:(?i)E")
+    assert [name for name in ("a.x", "b.x", "cc", "dd", "cd", "e", "A.x", "xe") if QuantConfig("fp8", kept=kept).keeps(name)] == [
+        "a.x", "b.x", "cc", "dd", "e",
+    ]  # fmt: skip
 
 
 def test_fused_layers_of_which_one_is_kept_are_refused() -> None:

@@ -68,23 +68,23 @@ class LayerNames:
     Attributes:
         exact: the names without `*`; they match whole components anywhere in a layer's name.
         lengths: the numbers of components that these names have.
-        pattern: matches the names with `*` and the regular expressions; None if there are none.
+        patterns: match the names with `*` and those of the regular expressions, each from its beginning.
     """
 
     exact: frozenset[str]
     lengths: tuple[int, ...]
-    pattern: re.Pattern[str] | None
+    patterns: tuple[re.Pattern[str], ...]
 
     @classmethod
     def of(cls, names: tuple[str, ...]) -> LayerNames:
         """Compile names in the form of `QuantConfig.kept`."""
-        given = [rf"^(?:{name[3:]})" for name in names if name.startswith("re:")]
+        given = [name[3:] for name in names if name.startswith("re:")]  # not joined: groups of two may have one name, or one number
         plain = [name for name in names if not name.startswith("re:")]
         wild = "|".join(re.escape(name).replace(r"\*", ".*") for name in plain if "*" in name)
-        parts = [*([rf"(?:^|\.)(?:{wild})(?:\.|$)"] if wild else []), *given]
+        patterns = [*([rf"(?:.*\.)?(?:{wild})(?:\.|$)"] if wild else []), *given]
         exact = frozenset(name for name in plain if "*" not in name)
         lengths = tuple(sorted({name.count(".") + 1 for name in exact}))
-        return cls(exact, lengths, re.compile("|".join(parts)) if parts else None)
+        return cls(exact, lengths, tuple(map(re.compile, patterns)))
 
     def match(self, layer: str) -> bool:
         """Whether any name matches the layer's."""
@@ -93,7 +93,7 @@ class LayerNames:
             for start in range(len(words) - length + 1):
                 if ".".join(words[start : start + length]) in self.exact:
                     return True
-        return self.pattern is not None and self.pattern.search(layer) is not None
+        return any(pattern.match(layer) for pattern in self.patterns)
 
 
 @dataclass(frozen=True, slots=True)

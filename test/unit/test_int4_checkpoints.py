@@ -480,6 +480,7 @@ def test_a_flag_may_name_the_format_of_the_checkpoint() -> None:
     ("auto-round-gptq", {"bits": 2}, "bits: 2"),
     ("auto-round-awq", {"group_size": -1}, "group_size: -1"),
     ("auto-round-gptq", {"extra_config": {"a.b": {"bits": 8}}}, "extra_config: a format of its own for a.b"),
+    ("auto-round-gptq", {"packing_format": ["auto_round"]}, "packing_format: ['auto_round']"),
     ("auto-round-gptq", {"extra_config": {"a": {"group_size": 32}}}, "extra_config: a format of its own for a"),
     ("auto-round-gptq", {"extra_config": {"lm_head": {"bits": 4}}}, "extra_config: a format of its own for lm_head"),
 ])  # fmt: skip
@@ -545,7 +546,10 @@ def test_rotated_weights_are_refused() -> None:
 
 
 def test_patterns_that_are_no_regular_expressions_are_refused() -> None:
-    for fields in ({"dynamic": {"-:(": {}}}, {"modules_to_not_convert": "lm_head"}, {"modules_in_block_to_quantize": "mlp"}):
+    for fields in (
+        {"dynamic": {"-:(": {}}}, {"dynamic": {"-:a{99999999999}": {}}}, {"dynamic": {"-:" + "(" * 5000: {}}},
+        {"modules_to_not_convert": "lm_head"}, {"modules_in_block_to_quantize": "mlp"},
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=r"which is not a regular expression|must be a list of names of layers"):
             read_quantization(ConfigFields({"quantization_config": FORMS["gptq"].config | fields}, "config.json"))
 

@@ -174,7 +174,7 @@ def _auto_round(quant: ConfigFields, name: str) -> QuantConfig:
     """The layouts of AutoAWQ and GPTQ under AutoRound's names. Its rules for single layers may only exclude them."""
     _check_bits(quant, name)
     packing = quant.get("packing_format", "missing")
-    if packing not in AUTO_ROUND:
+    if not isinstance(packing, str) or packing not in AUTO_ROUND:
         raise _refused(quant, f"{name}.packing_format", packing)
     for field, usual in (("data_type", ("int",)), ("act_bits", (16, 32)), ("quant_lm_head", (False,))):
         if quant.get(field, usual[0]) not in usual:
@@ -265,8 +265,8 @@ def _checked(fields: ConfigFields, name: str, names: Any) -> tuple[str, ...]:
     for pattern in (entry[3:] for entry in names if entry.startswith("re:")):
         try:
             re.compile(pattern)
-        except re.error as error:
-            raise fields.error(f'{name} holds "re:{pattern}", which is not a regular expression: {error}') from error
+        except (re.error, OverflowError, RecursionError) as error:
+            raise fields.error(f'{name} holds "re:{pattern[:200]}", which is not a regular expression: {error}') from error
     return tuple(names)
 
 

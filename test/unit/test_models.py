@@ -698,6 +698,10 @@ def write_config(folder: Path, **changes: object) -> Path:
             {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral4"}},
             "text_config.model_type is 'mistral4'; only 'mistral' and 'ministral3' are supported",
         ),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": ["mistral"]}},
+            r"text_config.model_type is \['mistral'\]; only",
+        ),
         ({"rope_scaling": {"sliding_attention": {"factor": 2.0}}}, "rope_scaling differs between layers; only for Gemma 4"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
@@ -722,6 +726,7 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta is nan"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor is 'two'; it must be a positive number"),
         ({"rope_parameters": {"rope_type": ["linear"]}}, "rope scaling .* is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 1e30}}, r"factor is 1e\+30 for a context of 128 tokens"),
         ({"rope_parameters": "twice"}, "rope_parameters is 'twice'; it must be an object"),
         ({"rope_parameters": "absent", "rope_scaling": [2.0]}, r"rope_scaling is \[2.0\]; it must be an object"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id or a list of them"),

@@ -19,7 +19,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture of the text decoder."""
     text = fields.within("text_config", OUTER_FIELDS)
     kind = text.get("model_type", "mistral")
-    if kind not in DECODERS:
+    if not isinstance(kind, str) or kind not in DECODERS:
         raise fields.error(f"text_config.model_type is {kind!r}; only {' and '.join(map(repr, DECODERS))} are supported")
     return replace(
         DECODERS[kind].parse(text.with_defaults(DECODERS[kind].DEFAULTS)),

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from runtime.models.config import RopeScaling
-from runtime.models.config_fields import ConfigFields
+from runtime.models.config_fields import MAX_SIZE, ConfigFields
 
 DEFAULT_THETA = 10000.0
 REQUIRED = {
@@ -72,16 +72,16 @@ def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeF
         if theta <= 1.0:
             raise fields.error(f"rope_theta is {theta}; for yarn it must be larger than 1")
         scaling = _yarn(chosen, original, context)
-        return RopeFields(theta, scaling, partial, _extended(context, original, scaling.factor))
+        return RopeFields(theta, scaling, partial, _extended(fields, original, scaling.factor))
     if kind == "longrope":
         return RopeFields(theta, _longrope(chosen, original, context), partial, context)
     factor = chosen.number("factor", 1.0)
     if kind == "dynamic":
         scaling = RopeScaling("dynamic", factor, original_max_position=context)
-        return RopeFields(theta, scaling, partial, _extended(context, original, factor))
+        return RopeFields(theta, scaling, partial, _extended(fields, original, factor))
     if kind == "proportional":
         return RopeFields(theta, RopeScaling("proportional", factor, rotated=partial), 1.0, context)
-    return RopeFields(theta, RopeScaling("linear", factor), partial, _extended(context, original, factor))
+    return RopeFields(theta, RopeScaling("linear", factor), partial, _extended(fields, original, factor))
 
 
 def rope_object(fields: ConfigFields) -> ConfigFields:
@@ -99,9 +99,11 @@ def original_context(fields: ConfigFields, chosen: ConfigFields) -> int:
     return fields.optional_positive(name) or chosen.positive(name, fields.positive("max_position_embeddings"))
 
 
-def _extended(context: int, original: int, factor: float) -> int:
+def _extended(fields: ConfigFields, original: int, factor: float) -> int:
     """The context length that a scaling gives: model cards tell users to add it, and to leave max_position_embeddings as it is."""
-    return max(context, int(original * factor))
+    if original * factor > MAX_SIZE:
+        raise fields.error(f"factor is {factor} for a context of {original} tokens; their product is larger than {MAX_SIZE}")
+    return max(fields.positive("max_position_embeddings"), int(original * factor))
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:

@@ -560,15 +560,22 @@ def loading(form: Form, tensors: Tensors, ranks: int = 1, partition: Partition =
     table.load(tensors.items())
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("gptq", 1), ("compressed", 1), ("gptq", 2), ("gptq-ordered", 2)])
-def test_activation_order_is_refused_for_files_without_it_and_for_shared_columns(name: str, ranks: int) -> None:
+NOT_NAMED = ", but quantization_config names no activation order. Correct it, or use another checkpoint."
+SHARED = ", which is not supported where ranks share columns. Use --tp-size 1, or a checkpoint that was quantized with desc_act false."
+
+
+@pytest.mark.parametrize(("name", "ranks", "said"), [
+    ("gptq", 1, NOT_NAMED), ("compressed", 1, NOT_NAMED), ("auto-round-gptq", 1, NOT_NAMED), ("gptq", 2, NOT_NAMED),
+    ("gptq-ordered", 2, SHARED),
+])  # fmt: skip
+def test_activation_order_is_refused_for_files_without_it_and_for_shared_columns(name: str, ranks: int, said: str) -> None:
     form, suffix = FORMS[name], "weight_g_idx" if name == "compressed" else "g_idx"
-    tensors = named(packed(random(64, 128), form)[0], "a")
-    in_order = torch.arange(128, dtype=torch.int32) // form.group
-    loading(form, tensors | {f"a.{suffix}": in_order}, ranks, Partition.ROW)
-    shuffled = tensors | {f"a.{suffix}": in_order[torch.randperm(128, generator=torch.Generator().manual_seed(1))]}
-    with pytest.raises(ConfigError, match=rf"tensor a\.{suffix} does not list the groups of columns in order: activation order is"):
-        loading(form, shuffled, ranks, Partition.ROW)
+    tensors = named(packed(random(64, 256), form)[0], "a")
+    in_order = torch.arange(256, dtype=torch.int32) // form.group
+    loading(form, tensors | {f"a.{suffix}": in_order}, ranks, Partition.ROW, columns=256)
+    shuffled = tensors | {f"a.{suffix}": in_order[torch.randperm(256, generator=torch.Generator().manual_seed(1))]}
+    with pytest.raises(ConfigError, match=re.escape(f"tensor a.{suffix} does not list the groups of columns in order{said}")):
+        loading(form, shuffled, ranks, Partition.ROW, columns=256)
 
 
 def test_groups_of_other_sizes_and_orders_of_fused_layers_are_refused() -> None:
@@ -587,7 +594,9 @@ def test_activation_order_of_experts_is_refused() -> None:
     form = SHUFFLED_FORMS["gptq-activation-order"]
     table = table_of(scheme_of(form))
     stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(2, 0, 1), 64, 64)
-    with pytest.raises(ConfigError, match=r"g_idx does not list the groups of columns in order: .* and not for experts"):
+    with pytest.raises(
+        ConfigError, match=r"g_idx does not list the groups of columns in order, which is not supported for experts and routers"
+    ):
         table.load(expert_tensors(form, 2, 64, 64).items())
 
 

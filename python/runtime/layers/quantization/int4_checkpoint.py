@@ -106,10 +106,17 @@ class ScaleRule(Rule):
 
 @dataclass(frozen=True, slots=True)
 class OrderRule(Rule):
-    """The groups of the columns from `first` on are in order."""
+    """The groups of the columns from `first` on are in order.
+
+    Attributes:
+        ordered: as in `Int4Format`.
+        shared: whether ranks share the columns.
+    """
 
     first: int
     group: int
+    ordered: bool
+    shared: bool
 
     def is_broken(self, parts: torch.Tensor) -> torch.Tensor:
         """As in `Rule`."""
@@ -118,9 +125,19 @@ class OrderRule(Rule):
 
     def error(self, name: str, part: torch.Tensor) -> ConfigError:
         """As in `Rule`."""
+        if not self.ordered:
+            return ConfigError(
+                f"tensor {name} does not list the groups of columns in order, but quantization_config names no activation order. "
+                "Correct it, or use another checkpoint."
+            )
+        if self.shared:
+            return ConfigError(
+                f"tensor {name} does not list the groups of columns in order, which is not supported where ranks share columns. "
+                "Use --tp-size 1, or a checkpoint that was quantized with desc_act false."
+            )
         return ConfigError(
-            f"tensor {name} does not list the groups of columns in order: activation order is supported only with desc_act true or "
-            "actorder group, on one rank, and not for experts. Use another checkpoint."
+            f"tensor {name} does not list the groups of columns in order, which is not supported for experts and routers. "
+            "Use a checkpoint that was quantized with desc_act false."
         )
 
 
@@ -173,7 +190,7 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
             layout.put_codes(storage, own, codes if order is None else codes[:, order])
 
     put_codes, put_groups, joint = store, ignore, layout.joint(storage, part.rows, forms.codes)
-    order_rule: Rule = OrderRule(columns.start, form.group)
+    order_rule: Rule = OrderRule(columns.start, form.group, form.ordered, shared=columns != slice(0, width))
     if storage.order is not None:
         put_codes, put_groups = _in_order(storage.order, f"{part.prefix}.{forms.order}", store)
         joint, order_rule = None, GroupRule(form.group)

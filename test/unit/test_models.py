@@ -702,6 +702,10 @@ def write_config(folder: Path, **changes: object) -> Path:
             {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": ["mistral"]}},
             r"text_config.model_type is \['mistral'\]; only",
         ),
+        *(
+            ({"architectures": ["Ministral3ForCausalLM"], "rope_parameters": {"llama_4_scaling_beta": beta}}, rf"scaling_beta is {said}")
+            for beta, said in ((-0.1, "-0.1; it must be a positive number"), (1e30, r"1e\+30; at most 1000 is supported"))
+        ),
         ({"rope_scaling": {"sliding_attention": {"factor": 2.0}}}, "rope_scaling differs between layers; only for Gemma 4"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),

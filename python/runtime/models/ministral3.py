@@ -11,6 +11,8 @@ from runtime.models.hf_config import decoder_config, same_window
 from runtime.models.rope_fields import original_context, rope_object
 
 BETA = "llama_4_scaling_beta"
+LARGEST_BETA = 1000
+"""Far above published values, which are about 0.1; queries that are scaled by much more overflow."""
 ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
     "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
@@ -30,7 +32,10 @@ def _query_scaling(fields: ConfigFields) -> QueryScaling | None:
     rope = rope_object(fields)
     if rope.get(BETA, 0) == 0:
         return None
-    return QueryScaling(rope.number(BETA, 0.0), original_context(fields, rope))
+    beta = rope.number(BETA, 0.0)
+    if beta > LARGEST_BETA:
+        raise fields.error(f"{BETA} is {beta}; at most {LARGEST_BETA} is supported")
+    return QueryScaling(beta, original_context(fields, rope))
 
 
 block = llama.block

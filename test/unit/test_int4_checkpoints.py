@@ -168,6 +168,9 @@ def test_a_router_in_int4_is_read_dequantized(tmp_path: Path, family: str, form:
     assert all(torch.equal(mlp.router.weight, value) for mlp, value in zip(model.sparse_mlps, exact, strict=True))
     quant = load_hf_config(tmp_path)
     build_model(quant, TorchOps(), torch.float32, META).load(safetensors_weights(tmp_path, progress=False))
+    save_file(tensors | {"model.layers.1.mlp.gate.weight": exact[1]}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"it has unexpected model\.layers\.1\.mlp\.gate\.\w+, .*scale"):
+        loaded(tmp_path)
     scales = next(name for name in tensors if "layers.1.mlp.gate." in name and "scale" in name)
     save_file({name: tensor for name, tensor in tensors.items() if name != scales}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"it lacks {re.escape(scales)}$"):

@@ -15,6 +15,7 @@ class PackedLayer:
 
     Attributes:
         missing: names of the tensors that it still needs.
+        given: names of those that it needed and got.
     """
 
     def __init__(self, layer: str, weight: torch.Tensor, form: Int4Format) -> None:
@@ -30,10 +31,13 @@ class PackedLayer:
             LinearPart(layer, (out, columns), (slice(0, out), slice(0, columns)), 0), form, self._layout, self._storage
         )
         self.missing = {name for name, slot in self._slots.items() if not slot.optional}
+        self.given = set[str]()
 
     def take(self, name: str) -> list[WeightSlot]:
         """The slot of tensor `name`, which the checkpoint holds; empty for other tensors."""
-        self.missing.discard(name)
+        if name in self.missing:
+            self.missing.remove(name)
+            self.given.add(name)
         return [self._slots[name]] if name in self._slots else []
 
     def fill(self) -> None:

@@ -202,6 +202,7 @@ class WeightTable:
             # For a GPU the host only copies parts. On a CPU the last threads, with large tensors, may use the cores of the others.
             threads = 1 if self.num_bytes < SMALL_MODEL else None
             store_in_threads(Staging(self.device).stores(parts()), threads, one_core_each=self.device.type == "cuda")
+        unexpected += [name for layer, stored in packed.items() if layer + ".weight" not in missing for name in stored.given]
         packed = {layer: stored for layer, stored in packed.items() if layer + ".weight" in missing}
         missing -= {layer + ".weight" for layer in packed}
         missing |= {name for stored in packed.values() for name in stored.missing}

@@ -149,8 +149,9 @@ def test_gptq_weights_may_be_described_in_a_file_of_their_own(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=r"\(quantize_config\.bits: 8\), which is not supported"):
         load_hf_config(tmp_path)
-    (tmp_path / "quantize_config.json").write_text(json.dumps(fields))
-    assert load_hf_config(tmp_path).quant == in_config
+    for method in ({}, {"quant_method": None}):
+        (tmp_path / "quantize_config.json").write_text(json.dumps({**fields, **method}))
+        assert load_hf_config(tmp_path).quant == in_config
     exact_layers(loaded(tmp_path), reference)
 
 

@@ -23,7 +23,7 @@ from runtime.mem_cache.kv_pool import KVPool
 from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.config import ModelConfig
 from runtime.models.registry import load_hf_config
-from runtime.models.rotary import build_rope, inverse_frequencies
+from runtime.models.rotary import POSITION_MARGIN, build_rope, inverse_frequencies
 
 
 def table(head_dim: int, positions: int) -> Rope:
@@ -113,6 +113,14 @@ def test_the_original_context_beside_the_scaling_wins(tmp_path: Path) -> None:
     cos, _ = LlamaRotaryEmbedding(reference)(torch.zeros(1), torch.arange(65)[None])
     mine = build_rope(replace(config, max_context_len=65), torch.device("cpu"))
     torch.testing.assert_close(mine.cos_sin[:65, :8], cos[0, :, :8], rtol=1e-5, atol=1e-5)
+
+
+def test_no_table_is_computed_on_the_meta_device(tmp_path: Path) -> None:
+    """There a check of the weights would take as much memory as the table of the longest context."""
+    longest = 2**31 - 200
+    _, config = llama(tmp_path, KINDS["yarn"])
+    rope = build_rope(replace(config, max_context_len=longest), torch.device("meta"))
+    assert (rope.cos_sin.device.type, len(rope.cos_sin)) == ("meta", longest + POSITION_MARGIN)
 
 
 @pytest.mark.parametrize(

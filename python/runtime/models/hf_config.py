@@ -35,7 +35,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     raw = read_object(folder / "config.json")
     for name, method in OWN_FILES.items():
         if (folder / f"{name}.json").is_file():
-            raw[name] = {"quant_method": method, **read_object(folder / f"{name}.json")}
+            found = read_object(folder / f"{name}.json")
+            raw[name] = {**found, "quant_method": found.get("quant_method") or method}
     if (folder / "generation_config.json").is_file():
         generation = ConfigFields(read_object(folder / "generation_config.json"), f"{folder}/generation_config.json")
         if generation.given("eos_token_id"):

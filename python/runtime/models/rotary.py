@@ -23,10 +23,11 @@ def build_rope(config: ModelConfig, device: torch.device) -> Rope:
     Raises:
         ConfigError: the number of longrope factors does not fit the heads.
     """
-    positions = torch.arange(config.max_context_len + POSITION_MARGIN, dtype=torch.float32)
+    place = device if device.type == "meta" else torch.device("cpu")  # as in training; on the meta device nothing is computed
+    positions = torch.arange(config.max_context_len + POSITION_MARGIN, dtype=torch.float32, device=place)
     dim, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
     # float32 angles, as in training: float64 would give angles that the model was not trained with.
-    angles = torch.outer(positions, inverse_frequencies(dim, config.rope_theta, scaling, config.max_context_len))
+    angles = torch.outer(positions, inverse_frequencies(dim, config.rope_theta, scaling, config.max_context_len).to(place))
     magnitude = 1.0 if scaling is None else scaling.magnitude
     table = torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude
     growth = config.query_scaling

@@ -17,6 +17,7 @@ from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.managers.messages import Finish, TextOut
 from runtime.managers.telemetry.progress import Progress
 from runtime.parsers.registry import THINK_FORMATS, TOOL_FORMATS
+from runtime.parsers.thinking import Opening
 
 FORMATS = sorted(TOOL_FORMATS)
 ARGUMENTS = {
@@ -94,6 +95,16 @@ def test_a_call_cut_after_thinking_leaves_no_content(name: str, thinking: str) -
         answer = cut(name, text[:end], thinking)
         assert (answer.content, answer.reasoning) == ("", "Hm.")
         check_calls(answer, whole)
+
+
+@pytest.mark.parametrize("thinking", sorted(THINK_FORMATS))
+@pytest.mark.parametrize("opening", ["unknown", "open"])
+def test_a_part_of_the_opening_tag_is_dropped(thinking: str, opening: Opening) -> None:
+    begin = THINK_FORMATS[thinking].begin
+    for end in range(2, len(begin)):
+        assert cut("hermes", f"\n{begin[:end]}", thinking, opening=opening) == Answer()
+        ended = cut("hermes", begin[:end], thinking, cut_off=False, opening=opening)
+        assert ended.content + ended.reasoning == begin[:end], "the model ended the answer itself"
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,9 @@ class ThinkFormat:
         start = reader.pos
         yield from reader.skip_all(WHITE)
         begun = yield from reader.skip(self.begin)
+        if not begun and reader.cut_off and len(reader.text) > reader.pos + 1 and self.begin.startswith(reader.text[reader.pos :]):
+            reader.drop_rest()  # a part of the tag; a single character may well be text
+            return None
         if not begun:
             reader.pos = start
         return (yield from self.read(reader)) if begun or opening == "open" or self.forced else None

@@ -257,6 +257,13 @@ def test_added_tokens_that_the_model_lacks_are_left_out(name: str) -> None:
     assert not allowed_tokens(row)[last:].any()
 
 
+def test_refusals_by_xgrammar_do_not_name_its_source() -> None:
+    pytest.importorskip("xgrammar")
+    with pytest.raises(GrammarError) as caught:
+        compiled(make_backend("xgrammar", vocabulary()), spec_of("json_schema", {"type": "object", "properties": 5}))
+    assert str(caught.value) == "The json_schema cannot be used: properties must be an object."
+
+
 def test_rejected_tokens_and_masks_change_nothing(backend: GrammarBackend) -> None:
     grammar = compiled(backend, spec_of("json_schema", {"type": "array", "items": {"enum": ["name", 22]}, "minItems": 40}))
     rng, words = np.random.default_rng(5), mask_words(VOCAB)

@@ -7,6 +7,8 @@ Source: https://github.com/mlc-ai/xgrammar
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import numpy as np
 import xgrammar
@@ -47,7 +49,7 @@ class XgrammarBackend:
         except (RuntimeError, ValueError) as error:  # xgrammar raises what its C++ code raises
             if "bad_alloc" in str(error):
                 raise MemoryError from error
-            raise GrammarError(translated.kind, str(error).split("Check failed:")[-1].strip()[:300]) from error
+            raise GrammarError(translated.kind, _sentence(str(error))) from error
         row = np.zeros(self._words, dtype=np.int32)
         matcher.fill(row)
         if not row.any():
@@ -63,6 +65,13 @@ class XgrammarBackend:
         if translated.kind == "ebnf":
             return compiler.compile_grammar(text)
         return compiler.compile_structural_tag(text)
+
+
+def _sentence(reason: str) -> str:
+    """xgrammar's message as a short sentence, without time and place in its source."""
+    text = re.sub(r"^\[[0-9:]+\] \S+:[0-9]+: ", "", reason.split("Check failed:")[-1].strip())
+    text = " ".join(text.split())[:300]
+    return text if text.endswith(".") else f"{text}."
 
 
 class XgrammarMatcher:

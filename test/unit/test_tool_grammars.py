@@ -20,7 +20,7 @@ from runtime.constrained.backends import make_backend
 from runtime.constrained.constraint import Constraint
 from runtime.constrained.grammar import allowed_tokens, mask_words
 from runtime.entrypoints.grammar_process import vocabulary_of
-from runtime.errors import GrammarError, RequestError
+from runtime.errors import RequestError
 from runtime.parsers.call_grammar import CALL_NUMBER
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import TOOL_FORMATS
@@ -210,8 +210,15 @@ def test_arguments_are_an_object_whatever_else_the_schema_allows() -> None:
     grammar = adapted("hermes", tools={"f": {"type": ["object", "null"]}}).structural_tag or ""
     assert accepts(grammar, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
     assert not accepts(grammar, '<tool_call>\n{"name": "f", "arguments": null}\n</tool_call>')
-    with pytest.raises(GrammarError, match="nsatisfiable"):
-        compiled(adapted("hermes", tools={"f": {"type": "string"}}).structural_tag or "", "llguidance")
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "deepseekv31", "kimi_k2", "phi4_mini_json", "gpt-oss"])
+@pytest.mark.parametrize("kinds", ["string", ["array", "null"]])
+def test_arguments_that_cannot_be_an_object_are_refused(name: str, kinds: Any) -> None:
+    """Before a grammar is compiled, because xgrammar would enforce an object."""
+    with pytest.raises(RequestError, match=re.escape(f"have the type {json.dumps(kinds)}, so no call satisfies them.")) as caught:
+        adapted(name, tools={"f": {"type": kinds}})
+    assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))

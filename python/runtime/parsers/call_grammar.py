@@ -18,6 +18,7 @@ from runtime.constrained.structural_tag import (
     TagsWithSeparator,
     TriggeredTags,
 )
+from runtime.errors import RequestError
 from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.text.tool_prompt import ARGUMENTS
 
@@ -48,14 +49,18 @@ def optional(part: Format) -> Format:
 def object_schema(schema: Schema) -> Schema:
     """The schema of a function's arguments object; a function without a schema has no arguments.
 
-    A schema that allows other types too allows only objects here; the compiler refuses a schema that allows no object.
+    A schema that allows other types too allows only objects here.
+
+    Raises:
+        RequestError: the schema allows no object.
     """
     if not schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     kinds = schema.get("type", "object")
     if kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
         return {**schema, "type": "object"}
-    return {"type": "object", "allOf": [{"type": kinds}]}
+    advice = "Give them the type object, or use tool_choice auto and no strict tool."
+    raise RequestError(f"The parameters of a tool have the type {json.dumps(kinds)}, so no call satisfies them. {advice}", "tools")
 
 
 def members(node: Schema, write: Callable[[str, object], Format]) -> list[Format]:

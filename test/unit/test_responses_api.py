@@ -443,6 +443,7 @@ def test_an_aborted_answer_is_cancelled() -> None:
 WRONG = [
     ({}, "input"),
     ({"input": []}, "input"),
+    ({"input": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}]}, "input"),
     ({"input": "x" * 300}, "input"),
     ({"input": [{"role": "owner", "content": "x"}]}, "input[0].role"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
@@ -481,6 +482,7 @@ def test_wrong_requests_are_refused_by_field() -> None:
             for body, param in WRONG:
                 answer = await f.post(PATH, body)
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
+                assert "messages must" not in answer.text, "that is the name in chat completions"
                 assert await f.fine(), body
 
     run(check())

@@ -45,7 +45,11 @@ def chat_fields(body: ResponseBody, conversation: Sequence[InputItem]) -> Json:
 
 
 def messages(conversation: Iterable[InputItem], instructions: str | None) -> list[Json]:
-    """The messages of a conversation. Reasoning and calls are merged into the assistant message that they belong to."""
+    """The messages of a conversation. Reasoning and calls are merged into the assistant message that they belong to.
+
+    Raises:
+        RequestError: there are none, because all items are reasoning.
+    """
     done: list[Json] = [] if instructions is None else [{"role": "system", "content": instructions}]
     for item in conversation:
         if item.type == "function_call_output":
@@ -54,7 +58,10 @@ def messages(conversation: Iterable[InputItem], instructions: str | None) -> lis
             done.append({"role": item.role, "content": text_of(item.content)})
         else:
             _add_to_assistant(done, item)
-    return [message for message in done if message["role"] != "assistant" or "content" in message or "tool_calls" in message]
+    kept = [message for message in done if message["role"] != "assistant" or "content" in message or "tool_calls" in message]
+    if not kept:
+        raise RequestError("input must contain a message, a function call or its output.", "input")
+    return kept
 
 
 def _add_to_assistant(done: list[Json], item: InputItem) -> None:

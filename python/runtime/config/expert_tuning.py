@@ -22,7 +22,8 @@ WIDENED_TILES: Mapping[WeightFormat, Mapping[int, float]] = {
     "int4": {16: 11, 32: 24, 48: 40, 64: 50, 80: 112, 160: math.inf},
 }
 """Pairs of the tiles of the grouped WGMMA GEMMs that convert weights in registers, and the largest mean number of pairs of an expert for
-which they are chosen. Measured with uneven routing, where the numbers of pairs deviate from their mean by half of it."""
+which they are chosen. Measured with uneven routing, where the numbers of pairs deviate from their mean by half of it; int4 with random
+routing."""
 MID_ROUTER_ROWS = 1024
 """Up to this many tokens, several programs of the Triton router split the GEMM of 16 tokens; above, one program computes 32 whole rows."""
 

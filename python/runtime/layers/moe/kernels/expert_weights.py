@@ -58,7 +58,7 @@ class ExpertWeights:
         if self.scale is None:
             return 0, 0, 1, K
         if self.format == "mxfp4":
-            return self.scale[0].numel(), K // GROUP, 1, GROUP
+            return self.scale.shape[1:].numel(), K // GROUP, 1, GROUP
         if self.format == "int4":
-            return self.scale[0].numel(), self.scale[0, 0].numel(), 1, K // self.scale.shape[2]
+            return self.scale.shape[1:].numel(), self.scale.shape[2:].numel(), 1, K // self.scale.shape[2]
         return self.scale[0].numel(), *scale_layout(N, K, self.scale[0])

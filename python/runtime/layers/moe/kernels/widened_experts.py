@@ -153,7 +153,7 @@ def _readable(weights: ExpertWeights, pairs: int) -> bool:
 def _variant(weights: ExpertWeights, pairs: int, gated: bool, act: int, early: bool) -> _Variant:
     """The program for these weights."""
     assert weights.scale is not None
-    row_scales = 0 if weights.format == "fp8" else weights.scale[0, 0].numel() * weights.scale.itemsize
+    row_scales = 0 if weights.format == "fp8" else weights.scale.shape[2:].numel() * weights.scale.itemsize
     return _Variant(weights.format, pairs, row_scales, weights.group, gated, act, weights.bias is not None, early)
 
 

@@ -23,7 +23,8 @@ def build_rope(config: ModelConfig, device: torch.device) -> Rope:
     Raises:
         ConfigError: the number of longrope factors does not fit the heads.
     """
-    place = device if device.type == "meta" else torch.device("cpu")  # as in training; on the meta device nothing is computed
+    # On the host, so that the bits do not depend on the device; a meta device computes nothing.
+    place = device if device.type == "meta" else torch.device("cpu")
     positions = torch.arange(config.max_context_len + POSITION_MARGIN, dtype=torch.float32, device=place)
     dim, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
     # float32 angles, as in training: float64 would give angles that the model was not trained with.

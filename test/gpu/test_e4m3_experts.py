@@ -13,7 +13,7 @@ from gpu.test_grouped_gemm import Layer as AnyLayer
 from runtime.config.device_tuning import H200
 from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
 from runtime.layers.moe.kernels.run_experts import run_experts
-from runtime.layers.moe.kernels.widened_experts import TILES, supports, widened_experts
+from runtime.layers.moe.kernels.widened_experts import TILES
 from runtime.layers.moe.router import Routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("e4m3_experts"), pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -32,13 +32,6 @@ class Layer(AnyLayer):
         self.gate_up, self.wide_gate_up = weights(kind, experts, 2 * inner, hidden)
         self.down, self.wide_down = weights(kind, experts, hidden, inner)
         self.act, self.hidden = GatedAct(act), hidden
-
-    def run_widened(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
-        assert supports(x, self.gate_up, self.down, self.act, pairs)
-        out = torch.full((len(x) + 1, self.hidden), float("nan"), device="cuda")
-        widened_experts(expert_pass(self, x, routing, out[: len(x)], **options), pairs)
-        assert out[len(x)].isnan().all(), f"tiles of {pairs} pairs write past their rows"
-        return out[: len(x)]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 65, 300, 1024])

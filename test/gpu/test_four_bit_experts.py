@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.moe_layers import expert_pass, masks, routed
+from gpu.moe_layers import masks, routed
 from gpu.test_grouped_gemm import Layer as AnyLayer
 from gpu.test_grouped_gemm import with_counts, worst
 from runtime.config.expert_tuning import WIDENED_TILES
@@ -29,15 +29,6 @@ class Layer(AnyLayer):
 
     def __init__(self, name: str, hidden: int, inner: int, experts: int = EXPERTS, act: int = SILU) -> None:
         super().__init__(name, hidden, inner, experts, CLAMPED_SWIGLU if name == "mxfp4" else act)
-
-    def run_widened(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
-        from runtime.layers.moe.kernels.widened_experts import supports, widened_experts
-
-        assert supports(x, self.gate_up, self.down, self.act, pairs)
-        out = torch.full((len(x) + 1, self.hidden), float("nan"), device="cuda")
-        widened_experts(expert_pass(self, x, routing, out[: len(x)], **options), pairs)
-        assert out[len(x)].isnan().all(), f"tiles of {pairs} pairs write past their rows"
-        return out[: len(x)]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 63, 300, 1100])

@@ -17,6 +17,8 @@ from runtime.layers.moe.kernels.align import align
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.gated_act import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import SCALE_BLOCK, _grouped, _kernel, _Variant, experts_by_wgmma, supports
+from runtime.layers.moe.kernels.widened_experts import supports as takes_widened
+from runtime.layers.moe.kernels.widened_experts import widened_experts
 from runtime.layers.moe.router import Routing
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -75,6 +77,14 @@ class Layer:
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device="cuda")
         experts_by_wgmma(expert_pass(self, x, routing, out[: len(x)], **options), config)
         assert out[len(x)].isnan().all(), f"{config} writes past its rows"
+        return out[: len(x)]
+
+    def run_widened(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
+        """By the GEMMs that convert weights in registers, in tiles of `pairs`."""
+        assert takes_widened(x, self.gate_up, self.down, self.act, pairs)
+        out = torch.full((len(x) + 1, self.hidden), float("nan"), device="cuda")
+        widened_experts(expert_pass(self, x, routing, out[: len(x)], **options), pairs)
+        assert out[len(x)].isnan().all(), f"tiles of {pairs} pairs write past their rows"
         return out[: len(x)]
 
 

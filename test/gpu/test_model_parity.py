@@ -15,6 +15,7 @@ from runtime.layers.backend_selection import select_ops
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.models.registry import build_model, load_hf_config
+from unit.int4_files import SHUFFLED_FORMS, write_int4
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,26 +62,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Checkpoint:
-    """A random bfloat16 model in a folder, a text, and the text's logits from `transformers` in float32 and in bfloat16."""
+INT4_SIZES = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+"""Multiples of 128, the largest group of columns."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+
+class Checkpoint:
+    """A random bfloat16 model in a folder, a text, and the text's logits from `transformers` in float32 and in bfloat16.
+
+    With `int4`, one of `SHUFFLED_FORMS`, the folder holds the model in int4; `transformers` computes with the weights that it stands for.
+    """
+
+    def __init__(self, name: str, folder: Path, int4: str | None = None) -> None:
         import transformers
 
         family, sizes = FAMILIES[name]
         torch.manual_seed(len(name))
         cls = getattr(transformers, f"{family}ForCausalLM")
-        model = cls(getattr(transformers, f"{family}Config")(**{**COMMON, **sizes}))
+        model = cls(getattr(transformers, f"{family}Config")(**{**COMMON, **sizes, **(INT4_SIZES if int4 else {})}))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:  # norms of ones would hide a swapped one
                     parameter.add_(torch.randn_like(parameter) * 0.2)
-        model.to(torch.bfloat16).save_pretrained(folder)
+        model.to(torch.bfloat16)
+        if int4:
+            write_int4(folder, model, SHUFFLED_FORMS[int4])
+        else:
+            model.save_pretrained(folder)
         self.name, self.folder, self.ids = name, folder, torch.randint(0, VOCAB, (LENGTH,))
-        self.exact, self.theirs = (self._logits(cls, dtype) for dtype in (torch.float32, torch.bfloat16))
+        wide = folder / "exact" if int4 else folder
+        self.exact, self.theirs = (self._logits(cls, wide, dtype) for dtype in (torch.float32, torch.bfloat16))
 
-    def _logits(self, cls: Any, dtype: torch.dtype) -> torch.Tensor:
-        model = cls.from_pretrained(self.folder, dtype=dtype).to(DEVICE).eval()
+    def _logits(self, cls: Any, folder: Path, dtype: torch.dtype) -> torch.Tensor:
+        model = cls.from_pretrained(folder, dtype=dtype).to(DEVICE).eval()
         with torch.inference_mode():
             return model(self.ids[None].to(DEVICE)).logits[0].double()
 
@@ -104,6 +117,16 @@ def test_logits_of_prompts_windows_and_decode_steps_follow_transformers(checkpoi
         with pytest.raises(ConfigError, match="Attention backend flashinfer does not support attention sinks"):
             one_request(checkpoint.folder, backend)
         return
+    assert_follows(checkpoint, backend)
+
+
+@pytest.mark.parametrize("form", SHUFFLED_FORMS)
+def test_logits_of_int4_weights_in_activation_order_follow_transformers(form: str, tmp_path: Path) -> None:
+    assert_follows(Checkpoint("llama-64", tmp_path, form), "fa3")
+
+
+def assert_follows(checkpoint: Checkpoint, backend: str) -> None:
+    """Logits of prompts, windows and decode steps are about as exact as those of `transformers`."""
     got = one_request(checkpoint.folder, backend).all_logits(checkpoint.ids)
     ours, theirs = errors(got, checkpoint.exact), errors(checkpoint.theirs, checkpoint.exact)
     print(f"{backend}: mean error {ours.mean():.2e}, transformers {theirs.mean():.2e}; largest {ours.max():.2e} and {theirs.max():.2e}")

@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EXPERTS, TOP_K, ROUNDING = 12, 4, 1e-2
 SIZES = {
     "mxfp4": [(512, 384), (2880, 192), (64, 2880), (448, 704), (2880, 1472)],
-    "int4": [(512, 384), (2944, 256), (128, 2944), (384, 640), (2048, 1408)],
-    "int4-32": [(512, 384), (64, 960), (448, 704)],
+    "int4": [(512, 384), (2944, 256), (128, 2944), (384, 640), (2048, 1408), (7168, 128)],
+    "int4-32": [(512, 384), (64, 960), (448, 704), (2048, 1536)],
 }
-"""Hidden and inner sizes: whole stages and tiles of weights; half stages; fewer columns than a stage; partial tiles."""
+"""Hidden and inner sizes: whole stages and tiles of weights; half stages; fewer columns than a stage; partial tiles; long rows."""
 CASES = [(name, size) for name, sizes in SIZES.items() for size in sizes]
 PAIRS, SOME_PAIRS = tuple(WIDENED_TILES["mxfp4"]), (16, 80, 160)
 

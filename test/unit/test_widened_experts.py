@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -42,34 +44,49 @@ def e4m3(rows: int, columns: int, *scales: int) -> ExpertWeights:
     return ExpertWeights(torch.zeros((2, rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn), torch.zeros((2, *scales)))
 
 
-def row_scales(kind: WeightFormat, columns: int) -> int:
-    """Bytes; int4 in groups of 128."""
-    return 0 if kind == "fp8" else -(-columns // 128) * 4 if kind == "int4" else columns // 32
+def variant(kind: WeightFormat, pairs: int, columns: int, gated: bool, act: int = CLAMPED_SWIGLU, group: int = 128) -> _Variant:
+    """A program; `group` of int4."""
+    group = group if kind == "int4" else 0
+    scale_copy = math.gcd(columns // group * 4, 512 // group) if group else 0
+    return _Variant(kind, pairs, columns // 32 if kind == "mxfp4" else 0, group, scale_copy, gated, act, True, True)
 
 
 @pytest.mark.parametrize("columns", [64, 448, 2880, 4096])
 @pytest.mark.parametrize(("kind", "pairs"), CUTS)
 def test_programs_fit_shared_memory(kind: WeightFormat, pairs: int, columns: int) -> None:
     for gated in (False, True):
-        variant = _Variant(kind, pairs, row_scales(kind, columns), 128, gated, CLAMPED_SWIGLU, True, True)
-        groups, code_bytes = variant.tile.groups, 128 if kind == "fp8" else 64
-        stage = 2 * groups * 64 * code_bytes + pairs * 256
-        scales = variant.stages * STAGE_SCALES * 4 if kind == "fp8" else SLOTS * 2 * groups * 64 * row_scales(kind, columns)
-        parts = variant.stages * stage + scales + 4 * groups * STAGING_BYTES
-        assert parts + 16 * (variant.stages + SLOTS) <= SHARED_BYTES
+        program = variant(kind, pairs, columns, gated)
+        groups, code_bytes = program.tile.groups, 128 if kind == "fp8" else 64
+        rows, stage = 2 * groups * 64, 2 * groups * 64 * code_bytes + pairs * 256
+        stages = program.stages
+        scales = {"fp8": stages * STAGE_SCALES * 4, "mxfp4": SLOTS * rows * columns // 32, "int4": stages * rows * 4}[kind]
+        assert stages * stage + scales + 4 * groups * STAGING_BYTES + 16 * (stages + SLOTS) <= SHARED_BYTES
         assert stage % 1024 == 0, "the swizzle counts from there"
-        assert variant.stages >= 2
-        text = source(variant)
-        assert f"#define STAGES {variant.stages}\n" in text
-        assert f"#define SCALES {row_scales(kind, columns)}\n" in text
+        assert stages >= 2
+        assert f"#define STAGES {stages}\n" in source(program)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("pairs", WIDENED_TILES["int4"])
+def test_int4_programs_are_the_same_for_all_numbers_of_whole_stages(pairs: int, group: int) -> None:
+    programs = {source(variant("int4", pairs, columns, True, SILU, group)) for columns in (128, 2048, 7168)}
+    assert len(programs) == 1
+    assert variant("int4", pairs, 7168, True, SILU, group).stages >= 3
+    assert f"#define SCALE_COPY {512 // group}\n" in programs.pop()
+
+
+def test_int4_scales_of_a_cut_stage_are_copied_one_by_one() -> None:
+    assert "#define SCALE_COPY 8\n" in source(variant("int4", 80, 960, True, group=32))
+    assert "#define SCALE_COPY 4\n" in source(variant("int4", 80, 960, True, group=64))
+    assert "#define SCALE_COPY 4\n" in source(variant("int4", 80, 992, True, group=32))
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("kind", "pairs"), CUTS)
 def test_each_number_of_pairs_has_its_instruction(kind: WeightFormat, pairs: int, gated: bool) -> None:
-    variant = _Variant(kind, pairs, row_scales(kind, 2880), 128, gated, 0, True, True)
-    text, operands = source(variant), "bf16.bf16" if kind == "fp8" and not gated else "f16.f16"
-    for count in {variant.tile.fewer or pairs, pairs}:
+    program = variant(kind, pairs, 2880, gated)
+    text, operands = source(program), "bf16.bf16" if kind == "fp8" and not gated else "f16.f16"
+    for count in {program.tile.fewer or pairs, pairs}:
         assert text.count(f"wgmma.mma_async.sync.aligned.m64n{count}k16.f32.{operands}") == 1
 
 
@@ -81,11 +98,12 @@ def test_shapes_of_mxfp4_that_matrices_do_not_divide_are_left_to_other_kernels()
     assert not supports(torch.zeros((100, 64), dtype=torch.bfloat16), mxfp4(128, 64), mxfp4(64, 64), CLAMPED, 48), "no GPU"
 
 
-def test_int4_needs_groups_whose_scales_leave_room_for_two_stages() -> None:
+def test_int4_needs_sizes_that_matrices_divide() -> None:
     for act in (SILU, CLAMPED_SWIGLU, GELU_TANH):
         assert _takes(int4(768, 2048, 128), int4(2048, 384, 128), GatedAct(act), 48)
     assert _takes(int4(768, 960, 32), int4(960, 384, 32), GatedAct(SILU), 160)
-    assert not _takes(int4(768, 2048, 32), int4(2048, 384, 32), GatedAct(SILU), 160), "no two stages fit beside so many scales"
+    assert _takes(int4(768, 2048, 32), int4(2048, 384, 32), GatedAct(SILU), 160)
+    assert _takes(int4(768, 7168, 32), int4(7168, 384, 32), GatedAct(SILU), 160)
     assert not _takes(int4(192, 128, 32), int4(128, 96, 32), GatedAct(SILU), 48), "matrices do not divide the inner size"
 
 

@@ -3,7 +3,7 @@
 // Lane (g, t) of a warp gets bytes 4 t to 4 t + 3 of 16 bytes, which are codes of 32 columns, by `ldmatrix`, and bytes 0 and 2, 1 and 3 of a
 // word widen together.
 //
-// Defined before this text: GROUP (columns that share a scale and a zero point), row_scales.cu, whose scales are pairs of float16.
+// Defined before this text: GROUP (columns that share a scale and a zero point, two float16 numbers), stage_scales.cu.
 
 constexpr int STRIP = 1;                    // weight rows per row of a TMA box
 constexpr int PIECES_OF_GROUP = GROUP / 32;  // of 16 bytes
@@ -20,24 +20,23 @@ struct Rows {
         asm volatile("" : "+r"(codes));  // the compiler would compute it again in each stage
 #pragma unroll
         for (int high = 0; high < 2; high++)
-            scales[high] = slots.scales() + (2 * group * MATRIX + 16 * warp + fragment_row(lane, high)) * SCALES;
+            scales[high] = slots.scales() + (2 * group * MATRIX + 16 * warp + fragment_row(lane, high)) * SCALE_PITCH;
     }
     // Load the codes of half of stage `stage` of the ring.
     __device__ __forceinline__ void load(uint4 (&words)[2], int, int stage, int half) const {
 #pragma unroll
         for (int q = 0; q < 2; q++) words[q] = matrices((codes ^ half * 32) + stage * STAGE_BYTES + q * MATRIX_BYTES);
     }
-    // Load the scales and zero points of a piece of stage `s` if a group begins with it.
-    __device__ __forceinline__ void begin_piece(int s, int piece) {
+    // Load the scales and zero points of a piece of stage `stage` of the ring if a group begins with it.
+    __device__ __forceinline__ void begin_piece(int stage, int piece) {
         if (piece % PIECES_OF_GROUP != 0) return;
-        const int at = (4 * s + piece) / PIECES_OF_GROUP * 4;
 #pragma unroll
         for (int q = 0; q < 2; q++)
 #pragma unroll
-            for (int high = 0; high < 2; high++) {  // past the last column, x is zero, and scales must be finite
-                u32 both = 0;
-                if (SCALES * PIECES_OF_GROUP % 16 == 0 || at < SCALES)
-                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(both) : "r"(scales[high] + q * SCALE_BYTES_OF_MATRIX + at) : "memory");
+            for (int high = 0; high < 2; high++) {
+                const u32 at = scales[high] + stage * STAGE_SCALE_BYTES + q * SCALE_BYTES_OF_MATRIX + piece / PIECES_OF_GROUP * 4;
+                u32 both;
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(both) : "r"(at) : "memory");
                 numbers[q][high] = numbers_of(both);
             }
     }

@@ -20,6 +20,11 @@ struct Slots {
     __device__ __forceinline__ u32 full() const { return barriers + 8 * slot; }
     __device__ __forceinline__ u32 empty() const { return full() + 8 * SLOTS; }
     __device__ __forceinline__ u32 scales() const { return data + SCALES_AT + slot * SLOT_BYTES; }
+    __device__ __forceinline__ void begin_item() const { barrier_wait(full(), round & 1); }
+    __device__ __forceinline__ void end_item(int lane) {
+        release(empty(), lane);
+        next();
+    }
     __device__ __forceinline__ void next() {
         if (++slot == SLOTS) slot = 0, round++;
     }

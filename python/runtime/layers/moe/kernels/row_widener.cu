@@ -1,17 +1,14 @@
 // The weights' part of a multiplying warpgroup of `widened_experts.cu`, for formats whose rows have several scales.
 //
-// Defined before this text: row_scales.cu, and `Rows` in the file of the format.
+// Defined before this text: row_scales.cu or stage_scales.cu, and `Rows` in the file of the format.
 
 struct Widener {
     Slots slots;
     u32 data;
     int width, group, warp, lane;
 
-    __device__ __forceinline__ void begin_item() const { barrier_wait(slots.full(), slots.round & 1); }
-    __device__ __forceinline__ void end_item() {
-        release(slots.empty(), lane);
-        slots.next();
-    }
+    __device__ __forceinline__ void begin_item() const { slots.begin_item(); }
+    __device__ __forceinline__ void end_item() { slots.end_item(lane); }
     // Sums of `N` pairs by both matrices of the group, and what sums of this lane's rows are multiplied by. Stages are released.
     template <int N> __device__ __forceinline__ void multiply_item(float (&sums)[2][N / 2], float (&row_factors)[2][2], Ring& ring) const {
         Rows rows(slots, data, group, warp, lane);
@@ -31,7 +28,7 @@ struct Widener {
                 rows.load(words, s, stage, half);
 #pragma unroll
                 for (int k = 0; k < 4; k++) {  // 16 columns each: the first codes of 16 bytes, the second ones, those of the next 16 bytes
-                    if (k % 2 == 0) rows.begin_piece(s, 2 * half + k / 2);
+                    if (k % 2 == 0) rows.begin_piece(stage, 2 * half + k / 2);
                     u32(&pieces)[2][4] = fragments[k % 2];
 #pragma unroll
                     for (int q = 0; q < 2; q++)

@@ -4,6 +4,7 @@ sums."""
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +36,8 @@ MOST_STAGES, SLOTS = 8, 2
 """Maximum stages of the ring of weights and rows, and number of tiles whose scales of groups are in shared memory at once."""
 STAGE_SCALES = 8
 """Float32 scales per e4m3 stage."""
+INT4_SCALE = 4
+"""Bytes of an int4 scale and zero point."""
 STAGING_BYTES = 32 * 48
 """Staging buffer for the results of a warp, in bytes."""
 LOADERS, LOAD_REGISTERS = 128, 40
@@ -48,7 +51,7 @@ CODE_BITS: Mapping[WeightFormat, int] = {"fp8": 8, "mxfp4": 4, "int4": 4}
 FILES: Mapping[WeightFormat, tuple[str, ...]] = {
     "fp8": ("e4m3_weights.cu",),
     "mxfp4": ("row_scales.cu", "mxfp4_weights.cu", "row_widener.cu"),
-    "int4": ("row_scales.cu", "int4_weights.cu", "row_widener.cu"),
+    "int4": ("stage_scales.cu", "int4_weights.cu", "row_widener.cu"),
 }
 """The CUDA files of each format."""
 
@@ -76,17 +79,19 @@ TILES: Mapping[WeightFormat, dict[int, _Tile]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """The compile-time parameters of a program; an e4m3 program is valid for any number of columns.
+    """The compile-time parameters of a program, which is valid for any number of columns except in MXFP4.
 
     Attributes:
-        row_scales: bytes of the scales of a row; 0 for e4m3.
+        row_scales: bytes of the scales of a row of MXFP4; 0 for other formats.
         group: columns that share an int4 scale; 0 for other formats.
+        scale_copy: bytes of a row's int4 scales that are copied at once; 0 for other formats.
     """
 
     format: WeightFormat
     pairs: int
     row_scales: int
     group: int
+    scale_copy: int
     gated: bool
     act: int
     bias: bool
@@ -117,11 +122,11 @@ class _Variant:
     @property
     def stages(self) -> int:
         """Stages of the ring: as many as fit in the remaining shared memory."""
-        matrices = 2 * self.tile.groups
-        scales = MOST_STAGES * STAGE_SCALES * 4 if self.format == "fp8" else SLOTS * matrices * MATRIX * self.row_scales
+        rows = 2 * self.tile.groups * MATRIX
+        scales = {"fp8": MOST_STAGES * STAGE_SCALES * 4, "mxfp4": SLOTS * rows * self.row_scales}.get(self.format, 0)
         staging, barriers = 4 * self.tile.groups * STAGING_BYTES, 16 * (MOST_STAGES + SLOTS) + 8
-        stage = matrices * MATRIX * DEPTH * CODE_BITS[self.format] // 8 + self.pairs * DEPTH * 2
-        return min((SHARED_BYTES - scales - staging - barriers) // stage, MOST_STAGES)
+        row_bytes = DEPTH * CODE_BITS[self.format] // 8 + (DEPTH // self.group * INT4_SCALE if self.group else 0)
+        return min((SHARED_BYTES - scales - staging - barriers) // (rows * row_bytes + self.pairs * DEPTH * 2), MOST_STAGES)
 
 
 def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: int) -> bool:
@@ -152,9 +157,18 @@ def _readable(weights: ExpertWeights, pairs: int) -> bool:
 
 def _variant(weights: ExpertWeights, pairs: int, gated: bool, act: int, early: bool) -> _Variant:
     """The program for these weights."""
+    row_scales = scale_copy = 0
+    if weights.format == "mxfp4":
+        row_scales = _row_scales(weights)
+    elif weights.format == "int4":
+        scale_copy = math.gcd(_row_scales(weights), DEPTH // weights.group * INT4_SCALE)
+    return _Variant(weights.format, pairs, row_scales, weights.group, scale_copy, gated, act, weights.bias is not None, early)
+
+
+def _row_scales(weights: ExpertWeights) -> int:
+    """Bytes of the scales of a row that has several."""
     assert weights.scale is not None
-    row_scales = 0 if weights.format == "fp8" else weights.scale.shape[2:].numel() * weights.scale.itemsize
-    return _Variant(weights.format, pairs, row_scales, weights.group, gated, act, weights.bias is not None, early)
+    return weights.scale.shape[2:].numel() * weights.scale.itemsize
 
 
 def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None) -> torch.Tensor:
@@ -191,23 +205,34 @@ def _grouped(
         (
             cuda_driver.tensor_map(x.data_ptr(), (K, len(x)), x.dtype, (DEPTH // 2, X_STRIP)),
             _map(weights.weight.data_ptr(), E * N, K * CODE_BITS[weights.format] // 8, weights.format),
-            _scales(weights) if weights.format == "fp8" else weights.scale, aligned.argument,
+            _scales(weights), aligned.argument,
             out, weights.bias, routed.weights, factors, N, columns, K, act.argument,
         ),
         pdl,
     )  # fmt: skip
 
 
-class _Scales(ctypes.Structure):
+class _BlockScales(ctypes.Structure):
     """`Scales` in `e4m3_weights.cu`."""
 
     _fields_ = (("at", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("expert_scales", "row_scales", "row_shift", "column_shift")))
 
 
-def _scales(weights: ExpertWeights) -> _Scales:
-    expert_scales, row_scales, rows, columns = weights.scale_layout
+class _StageScales(ctypes.Structure):
+    """`Scales` in `stage_scales.cu`."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("row_bytes", ctypes.c_int))
+
+
+def _scales(weights: ExpertWeights) -> _BlockScales | _StageScales | torch.Tensor:
+    """The argument of a program."""
     assert weights.scale is not None
-    return _Scales(weights.scale.data_ptr(), expert_scales, row_scales, rows.bit_length() - 1, columns.bit_length() - 1)
+    if weights.format == "mxfp4":
+        return weights.scale
+    if weights.format == "int4":
+        return _StageScales(weights.scale.data_ptr(), _row_scales(weights))
+    expert_scales, row_scales, rows, columns = weights.scale_layout
+    return _BlockScales(weights.scale.data_ptr(), expert_scales, row_scales, rows.bit_length() - 1, columns.bit_length() - 1)
 
 
 def _map(address: int, rows: int, row_bytes: int, kind: WeightFormat) -> Any:
@@ -232,7 +257,7 @@ def source(variant: _Variant) -> str:
         FORMAT=FORMATS[v.format], ACT=v.act, EARLY=int(v.early), ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, CLUSTER_N=1, SPLIT=1,
         X_STRIP=X_STRIP, LOADERS=LOADERS, LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format],
         PAIRS=v.pairs, FEWER=fewer, STAGES=v.stages, SLOTS=SLOTS, SCALES=v.row_scales, STAGE_SCALES=STAGE_SCALES, GROUP=v.group,
-        GATED=int(v.gated), BIAS=int(v.bias), PREPARED=int(v.prepared),
+        SCALE_COPY=v.scale_copy, GATED=int(v.gated), BIAS=int(v.bias), PREPARED=int(v.prepared),
     )  # fmt: skip
     multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in sorted({fewer, v.pairs}))
     here = Path(__file__)

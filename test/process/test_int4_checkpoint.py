@@ -1,4 +1,4 @@
-"""Servers of a tiny AWQ checkpoint with the real worker: started by the command, with drafts, and on two ranks."""
+"""Servers of tiny AWQ and GPTQ checkpoints with the real worker: started by the command, with drafts, and on two ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from process import rank_faults
 from process.fake import CONTEXT, VOCAB, serving
 from runtime import Engine
-from unit.int4_files import FORMS, write_int4
+from unit.int4_files import FORMS, SHUFFLED_FORMS, write_int4
 from unit.small_tokenizer import write_small_tokenizer
 
 SAMPLING = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 PROMPTS = [[random.Random(seed).randrange(2, VOCAB) for _ in range(20)] for seed in range(3)]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("awq")
+@pytest.fixture(scope="module", params=["awq", "gptq-activation-order"])
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    folder = tmp_path_factory.mktemp(request.param)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=CONTEXT, initializer_range=0.1, **sizes)
-    write_int4(folder, LlamaForCausalLM(config), FORMS["awq"])
+    write_int4(folder, LlamaForCausalLM(config), (FORMS | SHUFFLED_FORMS)[request.param])
     write_small_tokenizer(folder)
     return str(folder)
 
@@ -43,7 +43,8 @@ def alone(checkpoint: str) -> list[dict[str, Any]]:
 
 
 def test_drafts_and_the_flag_of_the_format_do_not_change_the_text(checkpoint: str, alone: list[dict[str, Any]]) -> None:
-    drafted = outputs(checkpoint, quantization="awq", speculative_algorithm="NGRAM", speculative_num_draft_tokens=6)
+    flag = "awq" if "awq" in Path(checkpoint).name else "gptq"
+    drafted = outputs(checkpoint, quantization=flag, speculative_algorithm="NGRAM", speculative_num_draft_tokens=6)
     assert [each["output_ids"] for each in drafted] == [each["output_ids"] for each in alone]
 
 

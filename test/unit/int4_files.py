@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from unit.test_quantization import EXPERTS, PROJECTION, fused, one_by_one
 
 Tensors = dict[str, torch.Tensor]
+EXPERT = re.compile(r"experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,14 @@ def words(codes: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed, -1, axis)).view(np.int32))
 
 
-def packed(weight: torch.Tensor, form: Form, zero_points: bool = False) -> tuple[Tensors, torch.Tensor]:
+def packed(weight: torch.Tensor, form: Form, zero_points: bool = False, seed: int = 0) -> tuple[Tensors, torch.Tensor]:
     """The tensors of a weight [out, in], by the suffix of their names, and the float32 weight that they stand for.
 
     `zero_points`: they are kept, as on a GPU. On a CPU a minimum, the negative zero point times the scale, is stored in float16 instead.
+    `seed`: of the order of shuffled columns.
     """
     out, columns = weight.shape
-    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) if form.shuffled else torch.arange(columns)
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns + seed)) if form.shuffled else torch.arange(columns)
     groups, places = weight.float()[:, order].unflatten(1, (-1, form.group)), order.argsort()
     group_of = (places // form.group).int()
     dtype = torch.bfloat16 if form.method == "compressed-tensors" else torch.float16
@@ -133,7 +136,8 @@ def write_int4(folder: Path, model: PreTrainedModel, form: Form) -> PreTrainedMo
     tensors = one_by_one(load_file(folder / "model.safetensors"))
     wide = dict(tensors)
     for name in [name for name in tensors if PROJECTION.search(name)]:
-        parts, wide[name] = packed(tensors.pop(name), form)
+        expert = EXPERT.search(name)  # its columns may have an order of their own
+        parts, wide[name] = packed(tensors.pop(name), form, seed=int(expert[1]) if expert else 0)
         tensors |= {name.removesuffix("weight") + suffix: part.contiguous() for suffix, part in parts.items()}
     save_file(tensors, folder / "model.safetensors")
     exact = {name: fused(name, wide) if EXPERTS.search(name) else wide[name] for name in load_file(folder / "exact" / "model.safetensors")}

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from runtime.batch import ForwardMode
 from runtime.config.kernel_configs import TritonConfig
 from runtime.config.quant_config import Int4Format, QuantConfig, with_flag
+from runtime.distributed.parallel_group import Shard
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization import int4
@@ -36,6 +38,7 @@ from runtime.models.quant_fields import read_quantization
 from runtime.models.registry import build_model, load_hf_config
 from runtime.models.weights import WeightTable
 from unit.int4_files import FORMS, SHUFFLED_FORMS, Form, Tensors, packed, write_int4
+from unit.ranks import Meeting, ThreadGroup
 from unit.test_linear import Rank
 from unit.test_models import DECODE, EXTEND, PIECES, VERIFY, VOCAB, Checkpoint, Runner, loaded
 from unit.tiny import tiny_model
@@ -111,7 +114,7 @@ def test_a_checkpoint_is_close_to_the_weights_it_stands_for(tmp_path: Path, fami
 
 
 @pytest.mark.parametrize("form", SHUFFLED_FORMS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "qwen3-moe", "mixtral", "qwen2-moe"])
 def test_a_checkpoint_in_activation_order_is_close_to_the_weights_it_stands_for(tmp_path: Path, family: str, form: str) -> None:
     reference = write_int4(tmp_path, Checkpoint(family, tmp_path / "plain", **SIZES).reference, SHUFFLED_FORMS[form])
     model = loaded(tmp_path)
@@ -350,7 +353,7 @@ def expert_tensors(form: Form, count: int, hidden: int, inner: int) -> Tensors:
     for expert, (part, shape) in itertools.product(
         range(count), {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items()
     ):
-        tensors |= named(packed(random(*shape, seed=expert), form)[0], f"e.{expert}.{part}_proj")
+        tensors |= named(packed(random(*shape, seed=expert), form, seed=expert)[0], f"e.{expert}.{part}_proj")
     return tensors
 
 
@@ -565,20 +568,16 @@ def loading(form: Form, tensors: Tensors, ranks: int = 1, partition: Partition =
 
 
 NOT_NAMED = ", but quantization_config names no activation order. Correct it, or use another checkpoint."
-SHARED = ", which is not supported where ranks share columns. Use --tp-size 1, or a checkpoint that was quantized with desc_act false."
 
 
-@pytest.mark.parametrize(("name", "ranks", "said"), [
-    ("gptq", 1, NOT_NAMED), ("compressed", 1, NOT_NAMED), ("auto-round-gptq", 1, NOT_NAMED), ("gptq", 2, NOT_NAMED),
-    ("gptq-ordered", 2, SHARED),
-])  # fmt: skip
-def test_activation_order_is_refused_for_files_without_it_and_for_shared_columns(name: str, ranks: int, said: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("gptq", 1), ("compressed", 1), ("auto-round-gptq", 1), ("gptq", 2)])
+def test_activation_order_is_refused_where_config_json_names_none(name: str, ranks: int) -> None:
     form, suffix = FORMS[name], "weight_g_idx" if name == "compressed" else "g_idx"
     tensors = named(packed(random(64, 256), form)[0], "a")
     in_order = torch.arange(256, dtype=torch.int32) // form.group
     loading(form, tensors | {f"a.{suffix}": in_order}, ranks, Partition.ROW, columns=256)
     shuffled = tensors | {f"a.{suffix}": in_order[torch.randperm(256, generator=torch.Generator().manual_seed(1))]}
-    with pytest.raises(ConfigError, match=re.escape(f"tensor a.{suffix} does not list the groups of columns in order{said}")):
+    with pytest.raises(ConfigError, match=re.escape(f"tensor a.{suffix} does not list the groups of columns in order{NOT_NAMED}")):
         loading(form, shuffled, ranks, Partition.ROW, columns=256)
 
 
@@ -594,14 +593,55 @@ def test_groups_of_other_sizes_and_orders_of_fused_layers_are_refused() -> None:
         table.load((tensors | others | {"b.g_idx": others["b.g_idx"].flip(0)}).items())
 
 
-def test_activation_order_of_experts_is_refused() -> None:
+@pytest.mark.parametrize(("layout", "ranks", "said"), [
+    (CpuLayout, 2, "where ranks share an expert. Use an --ep-size equal to --tp-size, or a checkpoint that was quantized with desc_act"),
+    (GpuLayout, 1, "for experts on a GPU. Use a checkpoint that was quantized with desc_act false."),
+])  # fmt: skip
+def test_activation_order_of_shared_experts_and_on_a_gpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, layout: Any, ranks: int, said: str
+) -> None:
+    monkeypatch.setattr(int4, "layout_on", lambda device, group: layout(group))
     form = SHUFFLED_FORMS["gptq-activation-order"]
-    table = table_of(scheme_of(form))
-    stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(2, 0, 1), 64, 64)
-    with pytest.raises(
-        ConfigError, match=r"g_idx does not list the groups of columns in order, which is not supported for experts and routers"
-    ):
+    table = table_of(scheme_of(form), Rank(0, ranks))
+    stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(2, 0, ranks), 64, 64)
+    with pytest.raises(ConfigError, match=re.escape(f"g_idx does not list the groups of columns in order, which is not supported {said}")):
         table.load(expert_tensors(form, 2, 64, 64).items())
+
+
+def test_ranks_that_hold_whole_experts_load_them_in_activation_order() -> None:
+    form = SHUFFLED_FORMS["gptq-activation-order"]
+    table = table_of(scheme_of(form), Rank(1, 2))
+    held = stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(4, 1, 2, ep_size=2), 64, 64)
+    table.load(expert_tensors(form, 4, 64, 64).items())
+    values = held.scheme.dequantize(held.down, torch.float32)
+    for i, expert in enumerate((2, 3)):
+        assert torch.equal(values[i], packed(random(64, 64, seed=expert), form, seed=expert)[1])
+
+
+@pytest.mark.parametrize("name", [*SHUFFLED_FORMS, "gptq-ordered"])
+@pytest.mark.parametrize("partition", [Partition.COLUMN, Partition.ROW])
+def test_ranks_share_a_layer_in_activation_order(name: str, partition: Partition) -> None:
+    form = (FORMS | SHUFFLED_FORMS)[name]
+    tensors, exact = packed(random(128, 512), form)
+    x, meeting = random(3, 512, seed=1).bfloat16().float(), Meeting(2)
+
+    def output(rank: int) -> torch.Tensor:
+        group = ThreadGroup(rank, 2, meeting)
+        table = table_of(scheme_of(form), group)
+        layer = table.linear({"a": 128}, 512, partition=partition)
+        table.load(named(tensors, "a").items())
+        own = x if partition is Partition.COLUMN else x[:, Shard(rank, 2).of(512)]
+        return layer.gather(layer.reduce(layer(layer.own_columns(own))))
+
+    with ThreadPoolExecutor(2) as pool:
+        for out in pool.map(output, range(2)):
+            torch.testing.assert_close(out, x @ exact.T, rtol=2e-2, atol=0.3)
+
+
+def test_ranks_with_unequal_columns_in_activation_order_are_refused() -> None:
+    table = table_of(scheme_of(FORMS["gptq-ordered"]), Rank(0, 2))
+    with pytest.raises(ConfigError, match=r"a is in activation order, so ranks must have equally many of its columns, but --tp-size 2"):
+        table.linear({"a": 64}, 192, partition=Partition.ROW, shards=[Shard(0, 2, 64)])
 
 
 def test_gemms_of_a_gpu_reorder_their_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from runtime.config.device_tuning import H200
+from runtime.config.quant_config import Int4Format, QuantConfig
 from runtime.errors import ConfigError
 from runtime.model_executor.nccl_graphs import captured_everywhere, nccl_bytes_of_graph, nccl_bytes_of_logits
 
-MODEL: Any = SimpleNamespace(num_layers=3, hidden_size=64)
+MODEL: Any = SimpleNamespace(num_layers=3, hidden_size=64, quant=None)
 
 
 def context(size: int = 1, fused: int | None = None, exchange: bool = False, sizes: list[list[int]] | None = None) -> Any:
@@ -40,6 +41,13 @@ def context(size: int = 1, fused: int | None = None, exchange: bool = False, siz
 )
 def test_two_sums_and_two_exchanges_per_layer_take_memory(ranks: Any, tokens: int, calls: int) -> None:
     assert nccl_bytes_of_graph(ranks, MODEL, tokens) == calls * H200.nccl_node_bytes
+
+
+@pytest.mark.parametrize(("size", "ordered", "calls"), [(1, True, 0), (2, False, 6), (2, True, 12)])
+def test_gathering_inputs_in_activation_order_takes_memory(size: int, ordered: bool, calls: int) -> None:
+    quant = QuantConfig("int4", int4=Int4Format("gptq", 32, ordered=ordered))
+    model: Any = SimpleNamespace(num_layers=3, hidden_size=64, quant=quant)
+    assert nccl_bytes_of_graph(context(size=size), model, 8) == calls * H200.nccl_node_bytes
 
 
 @pytest.mark.parametrize(

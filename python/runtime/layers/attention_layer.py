@@ -69,7 +69,7 @@ class AttentionLayer(Protocol[Rows]):
 
     def add_output(self, attended: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         """The stream plus the output projection of `attended`, possibly in the same storage."""
-        return self.ops.linear_add(attended, self.o_proj, stream, next_norm)
+        return self.ops.linear_add(self.o_proj.own_columns(attended), self.o_proj, stream, next_norm)
 
 
 class Attention(AttentionLayer[torch.Tensor]):
@@ -134,4 +134,4 @@ class Attention(AttentionLayer[torch.Tensor]):
 
     def output(self, attended: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """The output projection of `attended`, [T, hidden]. `in_prompt`: as in `Stream`."""
-        return self.o_proj.reduce(self.ops.linear(attended, self.o_proj, in_prompt))
+        return self.o_proj.reduce(self.ops.linear(self.o_proj.own_columns(attended), self.o_proj, in_prompt))

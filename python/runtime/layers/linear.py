@@ -113,6 +113,16 @@ class Linear:
         """The slice of the `whole` outputs that this rank computes, in a layer that is not fused from several."""
         return Shard(self.group.rank, self.group.size).of(self.whole) if self.is_sharded else slice(0, self.whole)
 
+    def own_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """The inputs [T, in] that this rank multiplies, from its columns of the layer's input, [T, in].
+
+        They are the same columns, except for an int4 weight in activation order that ranks share: its input is gathered from all ranks.
+        """
+        order = self.storage.order
+        if order is None or order.columns is None or not order.shared:
+            return x
+        return self.group.gather_columns(x, order.width).index_select(1, order.columns)
+
     def reduce(self, out: torch.Tensor) -> torch.Tensor:
         """All-reduce the outputs if they are partial."""
         return self.group.all_reduce(out) if self.is_partial else out

@@ -59,9 +59,9 @@ class GatedMlp:
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
         """`stream + mlp(norm(stream))`, possibly in the same storage."""
         gated = self._ops.norm_gate_up(stream, norm, self.gate_up_proj, self._activation)
-        return self._ops.linear_add(gated, self.down_proj, stream, next_norm)
+        return self._ops.linear_add(self.down_proj.own_columns(gated), self.down_proj, stream, next_norm)
 
     def output(self, stream: Stream, norm: RMSNorm) -> torch.Tensor:
         """`mlp(norm(stream))`, [T, hidden] in the model's dtype."""
         gated = self._ops.norm_gate_up(stream, norm, self.gate_up_proj, self._activation)
-        return self.down_proj.reduce(self._ops.linear(gated, self.down_proj, stream.in_prompt))
+        return self.down_proj.reduce(self._ops.linear(self.down_proj.own_columns(gated), self.down_proj, stream.in_prompt))

@@ -122,4 +122,4 @@ class SparseMlp:
         inner = self._ops.norm_gate_up(stream, norm, shared.gate_up_proj, self.experts.activation)
         if shared.gate is not None:
             inner = inner * sigmoid(row_products(x, shared.gate)).to(inner.dtype)
-        return self._ops.linear(inner, shared.down_proj, stream.in_prompt)
+        return self._ops.linear(shared.down_proj.own_columns(inner), shared.down_proj, stream.in_prompt)

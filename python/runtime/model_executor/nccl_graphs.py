@@ -15,12 +15,14 @@ from runtime.models.config import ModelConfig
 
 def nccl_bytes_of_graph(context: WorkerContext, model: ModelConfig, tokens: int) -> int:
     """Device memory of NCCL's calls in a graph of a pass over `tokens`: two all-reduces per layer, unless our own kernel runs them, and two
-    exchanges per layer with other attention groups.
+    exchanges per layer with other attention groups. In activation order ranks also gather the input of two GEMMs per layer,
+    which may be too large for our own kernel.
     """
     group = context.attention_group
     x = torch.empty((tokens, model.hidden_size), dtype=context.dtype, device="meta")
     sums = group.size > 1 and (group.fused is None or not group.fused.fits(x))
-    return 2 * model.num_layers * (sums + (context.exchange is not None)) * context.config.device.tuning.nccl_node_bytes
+    gathers = group.size > 1 and model.quant is not None and model.quant.int4 is not None and model.quant.int4.ordered
+    return 2 * model.num_layers * (sums + gathers + (context.exchange is not None)) * context.config.device.tuning.nccl_node_bytes
 
 
 def nccl_bytes_of_logits(context: WorkerContext, head: Linear, tokens: int) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from runtime.config.quant_config import Int4Format
+from runtime.layers.quantization.column_order import ColumnOrder
 from runtime.layers.quantization.int4_checkpoint import stored_slots
 from runtime.layers.quantization.int4_layouts import GpuLayout
 from runtime.layers.quantization.scheme import LinearPart, NewWeight, WeightSlot
@@ -26,10 +29,10 @@ class PackedLayer:
         """
         out, columns = weight.shape
         self._weight, self._layout = weight, GpuLayout(form.group)  # on a CPU too: it keeps zero points exactly
-        self._storage = self._layout.allocate(NewWeight(out, columns, weight.dtype, weight.device))
-        self._slots = stored_slots(
-            LinearPart(layer, (out, columns), (slice(0, out), slice(0, columns)), 0), form, self._layout, self._storage
-        )
+        whole = LinearPart(layer, (out, columns), (slice(0, out), slice(0, columns)), 0)
+        storage = self._layout.allocate(NewWeight(out, columns, weight.dtype, weight.device))
+        self._storage = replace(storage, order=ColumnOrder(columns, slice(0, columns))) if form.ordered else storage
+        self._slots = stored_slots(whole, form, self._layout, self._storage)
         self.missing = {name for name, slot in self._slots.items() if not slot.optional}
         self.given = set[str]()
 
@@ -42,4 +45,4 @@ class PackedLayer:
 
     def fill(self) -> None:
         """Store the value of the weight, once all tensors are stored."""
-        self._weight.copy_(self._layout.dequantize(self._storage, self._weight.dtype))
+        self._weight.copy_(self._storage.restored(self._layout.dequantize(self._storage, self._weight.dtype)))

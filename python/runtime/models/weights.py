@@ -149,6 +149,11 @@ class WeightTable:
             first, start = first + count, piece.rows.stop
         scheme = scheme or self.scheme_of(dict.fromkeys(piece.prefix for piece in pieces))
         storage = scheme.allocate(NewWeight(start, columns.stop - columns.start, self.dtype, self.device, parts=pieces))
+        if storage.order is not None and storage.order.shared and columns != Shard(group.rank, group.size).of(in_features):
+            raise ConfigError(
+                f"{pieces[0].prefix} is in activation order, so ranks must have equally many of its columns, but --tp-size {group.size} "
+                "does not divide them evenly. Use another --tp-size, or a checkpoint that was quantized with desc_act false."
+            )
         fused_bias = self._bias(pieces, start, partition) if bias else None
         layer = Linear(storage, fused_bias, scheme, partition, group, total)
         for piece in pieces:

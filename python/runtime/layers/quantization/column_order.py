@@ -16,16 +16,25 @@ class ColumnOrder:
     reordered once.
 
     Attributes:
-        columns: int64 [in], the column that is stored at each place; None for their own order, or before it is set.
+        width: columns of the whole weight.
+        own: the places of the reordered weight that this rank stores: whole groups.
+        columns: int64 [own], the column of the whole weight that is stored at each place; None if the whole weight keeps its own order, or
+            before it is set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, own: slice) -> None:
+        self.width, self.own = width, own
         self.columns: torch.Tensor | None = None
         self._first: tuple[str, torch.Tensor] | None = None
         self._lock = threading.Lock()
 
+    @property
+    def shared(self) -> bool:
+        """Whether ranks share the columns: one of them may then need any column of the input."""
+        return self.own != slice(0, self.width)
+
     def set(self, name: str, groups: torch.Tensor) -> torch.Tensor:
-        """The order of the columns by their groups, int32 [in], which are tensor `name`: int64 [in].
+        """The columns that this rank stores, by their groups int32 [width], which are tensor `name`: int64 [own].
 
         Raises:
             ConfigError: another part has another order.
@@ -35,10 +44,10 @@ class ColumnOrder:
             if self._first is None:
                 self._first = name, order
                 in_order = torch.equal(order, torch.arange(len(order), device=order.device))
-                self.columns = None if in_order else order
+                self.columns = None if in_order else order[self.own]
             elif not torch.equal(order, self._first[1]):
                 raise ConfigError(
                     f"tensors {self._first[0]} and {name} have different groups of columns, but these layers are fused. "
                     "Use a checkpoint that was quantized with desc_act false."
                 )
-        return order
+        return order[self.own]

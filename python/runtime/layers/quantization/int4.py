@@ -13,7 +13,7 @@ from runtime.errors import ConfigError
 from runtime.layers.quantization.column_order import ColumnOrder
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.int4_checkpoint import stored_slots
-from runtime.layers.quantization.int4_layouts import Int4Layout, layout_of, layout_on, row_blocks
+from runtime.layers.quantization.int4_layouts import CpuLayout, Int4Layout, layout_of, layout_on, row_blocks
 from runtime.layers.quantization.int8 import Int8, blocked_matmul, prompts_use_gemms
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
@@ -63,9 +63,16 @@ class Int4(QuantScheme):
             if any(part.shape[1] % self.group == 0 for part in new.parts):
                 other = f"another --tp-size, or {other}"
             raise ConfigError(f"an int4 weight has {columns} columns; only multiples of {self.group} are supported. Use {other}.")
-        storage = layout_on(new.device, self.group).allocate(new)
-        whole = new.count is None and all(part.index[1] == slice(0, part.shape[1]) for part in new.parts)
-        return replace(storage, order=ColumnOrder()) if whole and self._stored is not None and self._stored.ordered else storage
+        layout = layout_on(new.device, self.group)
+        storage = layout.allocate(new)
+        if self._stored is None or not self._stored.ordered or not new.parts:
+            return storage
+        width, own = new.parts[0].shape[1], new.parts[0].index[1]  # all parts have the same input
+        if new.count is None:
+            return replace(storage, order=ColumnOrder(width, own))
+        if not isinstance(layout, CpuLayout) or own != slice(0, width):  # a GPU's kernels read the same row for all experts
+            return storage
+        return replace(storage, orders=tuple(ColumnOrder(width, own) for _ in range(new.count)))
 
     def in_features(self, storage: Storage) -> int:
         """Columns of the weight."""
@@ -100,9 +107,10 @@ class Int4(QuantScheme):
         return out if bias is None else out.add_(bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
-        """The value, computed in float32 and rounded to `dtype`."""
-        value, order = layout_of(storage, self.group).dequantize(storage, dtype), storage.order
-        return value if order is None or order.columns is None else torch.empty_like(value).index_copy_(1, order.columns, value)
+        """The value, computed in float32 and rounded to `dtype`; columns that ranks share stay in the order in which they are stored."""
+        if storage.orders:
+            return torch.stack([self.dequantize(storage.at(i), dtype) for i in range(len(storage.orders))])
+        return storage.restored(layout_of(storage, self.group).dequantize(storage, dtype))
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """A copy of output rows int64 [n]."""

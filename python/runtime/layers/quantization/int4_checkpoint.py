@@ -110,7 +110,7 @@ class OrderRule(Rule):
 
     Attributes:
         ordered: as in `Int4Format`.
-        shared: whether ranks share the columns.
+        shared: whether ranks share the columns of an expert.
     """
 
     first: int
@@ -132,11 +132,11 @@ class OrderRule(Rule):
             )
         if self.shared:
             return ConfigError(
-                f"tensor {name} does not list the groups of columns in order, which is not supported where ranks share columns. "
-                "Use --tp-size 1, or a checkpoint that was quantized with desc_act false."
+                f"tensor {name} does not list the groups of columns in order, which is not supported where ranks share an expert. "
+                "Use an --ep-size equal to --tp-size, or a checkpoint that was quantized with desc_act false."
             )
         return ConfigError(
-            f"tensor {name} does not list the groups of columns in order, which is not supported for experts and routers. "
+            f"tensor {name} does not list the groups of columns in order, which is not supported for experts on a GPU. "
             "Use a checkpoint that was quantized with desc_act false."
         )
 
@@ -179,12 +179,12 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
     forms, (out, width), (rows, columns) = FORMS[form.name], part.shape, part.index
     if form.zeros:
         _check_rows(part)
-    groups = slice(columns.start // form.group, columns.stop // form.group)
+    groups, read = slice(columns.start // form.group, columns.stop // form.group), columns
     counted = (0 if forms.zeros.transposed else 1, form.group)
     put_scales, put_zeros = layout.numbers(storage, part.rows, form.zeros)
 
     def store(words: torch.Tensor, order: torch.Tensor | None = None) -> None:
-        for some in row_blocks(rows.stop - rows.start, columns.stop - columns.start, words.device):
+        for some in row_blocks(rows.stop - rows.start, read.stop - read.start, words.device):
             own = slice(part.start + some.start, part.start + some.stop)
             codes = forms.codes(words[forms.codes.index(some, slice(None))])
             layout.put_codes(storage, own, codes if order is None else codes[:, order])
@@ -193,12 +193,12 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
     order_rule: Rule = OrderRule(columns.start, form.group, form.ordered, shared=columns != slice(0, width))
     if storage.order is not None:
         put_codes, put_groups = _in_order(storage.order, f"{part.prefix}.{forms.order}", store)
-        joint, order_rule = None, GroupRule(form.group)
+        joint, order_rule, read = None, GroupRule(form.group), slice(0, width)  # a group's columns may be anywhere
     swap, to_scales = (-1, lambda scales: put_scales(scales.t())) if forms.zeros.transposed else (1, put_scales)
     slots = {
         forms.codes.name: WeightSlot(
             forms.codes.shape(out, width),
-            forms.codes.index(rows, columns),
+            forms.codes.index(rows, read),
             put_codes,
             torch.int32,
             joint,
@@ -206,7 +206,7 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
         forms.scales: WeightSlot(
             (out, width // form.group)[::swap], (rows, groups)[::swap], to_scales, finite=True, rule=ScaleRule(), groups=counted
         ),
-        forms.order: WeightSlot((width,), (columns,), put_groups, torch.int32, rule=order_rule, optional=not form.ordered),
+        forms.order: WeightSlot((width,), (read,), put_groups, torch.int32, rule=order_rule, optional=not form.ordered),
     }
     if form.zeros:
         unpack = replace(forms.zeros, offset=form.zero_offset)

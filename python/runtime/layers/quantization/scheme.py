@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -106,12 +106,14 @@ class Storage:
 
     Attributes:
         order: the order of the columns of an int4 weight in activation order; None for weights that cannot have one.
+        orders: the same for each weight of a stack; empty for stacks that cannot have one.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
     packed: torch.Tensor | None = None
     order: ColumnOrder | None = field(default=None, kw_only=True)
+    orders: tuple[ColumnOrder, ...] = field(default=(), kw_only=True)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -126,11 +128,24 @@ class Storage:
 
     def at(self, index: int | slice | torch.Tensor) -> Storage:
         """Views of one weight of a stack (int) or of several (slice), or a copy of rows int64 [n] of a weight with scales by row."""
-        return Storage(*(tensor[index] for tensor in self.tensors))
+        views = Storage(*(tensor[index] for tensor in self.tensors))
+        if not self.orders or isinstance(index, torch.Tensor):
+            return views
+        return replace(views, orders=self.orders[index]) if isinstance(index, slice) else replace(views, order=self.orders[index])
 
     def in_order(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows [T, in] with their columns in the order of the weight's. Can be captured."""
-        return x if self.order is None or self.order.columns is None else x.index_select(1, self.order.columns)
+        """Rows [T, in] with their columns in the order of the weight's; those of a weight that ranks share have it already, from
+        `Linear.own_columns`. Can be captured.
+        """
+        order = self.order
+        return x if order is None or order.columns is None or order.shared else x.index_select(1, order.columns)
+
+    def restored(self, value: torch.Tensor) -> torch.Tensor:
+        """The value [out, in] of the weight with its columns in their own order, unless ranks share them."""
+        order = self.order
+        if order is None or order.columns is None or order.shared:
+            return value
+        return torch.empty_like(value).index_copy_(1, order.columns, value)
 
 
 @dataclass(frozen=True, slots=True)

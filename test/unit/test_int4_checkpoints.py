@@ -148,13 +148,31 @@ def test_gptq_weights_may_be_described_in_a_file_of_their_own(tmp_path: Path) ->
     fields = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "sym": False, "model_file_base_name": "model"}
     (tmp_path / "quantize_config.json").write_text(json.dumps({**fields, "bits": 8}))
     assert load_hf_config(tmp_path).quant == in_config, "config.json counts"
+    (tmp_path / "quantize_config.json").write_text("{broken")
+    assert load_hf_config(tmp_path).quant == in_config, "the file is not needed"
     del raw["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"quantize_config\.json cannot be read: it is not valid JSON"):
+        load_hf_config(tmp_path)
+    (tmp_path / "quantize_config.json").write_text(json.dumps({**fields, "bits": 8}))
     with pytest.raises(ConfigError, match=r"\(quantize_config\.bits: 8\), which is not supported"):
         load_hf_config(tmp_path)
     for method in ({}, {"quant_method": None}):
         (tmp_path / "quantize_config.json").write_text(json.dumps({**fields, **method}))
         assert load_hf_config(tmp_path).quant == in_config
+    exact_layers(loaded(tmp_path), reference)
+
+
+def test_awq_weights_may_be_described_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """As by older versions of AutoAWQ. Other tools' files of this name are not read."""
+    reference = write_int4(tmp_path, Checkpoint("llama", tmp_path / "plain", **SIZES).reference, FORMS["awq-128"])
+    raw, in_config = json.loads((tmp_path / "config.json").read_text()), load_hf_config(tmp_path).quant
+    del raw["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "quant_config.json").write_text(json.dumps({"quantize": "int8"}))
+    assert load_hf_config(tmp_path).quant is None
+    (tmp_path / "quant_config.json").write_text(json.dumps({"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}))
+    assert load_hf_config(tmp_path).quant == in_config
     exact_layers(loaded(tmp_path), reference)
 
 

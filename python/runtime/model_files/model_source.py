@@ -25,7 +25,7 @@ _TOKENIZER_FILES = [
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/tool_use.jinja",
 ]  # fmt: skip
-_CONFIG_FILES = ["config.json", "generation_config.json", "hf_quant_config.json", "quantize_config.json"]
+_CONFIG_FILES = ["config.json", "generation_config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
 
 

@@ -12,6 +12,8 @@ MAX_NUMBER = 1e300
 MAX_SIZE = 2**31 - 1
 """The largest size or token id."""
 MAX_LAYERS = 10_000
+QUANT_FIELDS = ("quantization_config", "compression_config")
+"""Objects in which a config.json describes quantised weights."""
 BASE_CLASSES = {f"{name}Model": f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 """Classes without an LM head, as embedding models are saved, and those with one."""
 

@@ -9,22 +9,25 @@ from typing import Any, TypedDict, Unpack
 from runtime.errors import ConfigError, InvalidField
 from runtime.json_file import read_object
 from runtime.models.config import ModelConfig, MoeConfig
-from runtime.models.config_fields import ConfigFields
+from runtime.models.config_fields import QUANT_FIELDS, ConfigFields
 from runtime.models.rope_fields import RopeFields, read_rope
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 DEFAULT_EPS = 1e-6
 OUTER_FIELDS = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
 """The fields of a multimodal model that describe its decoder too; any others are not the decoder's, as in transformers."""
-OWN_FILES = {"hf_quant_config": "modelopt", "quantize_config": "gptq"}
-"""Files in which ModelOpt and older AutoGPTQ describe the weights, without `.json`, and the `quant_method` that they leave out."""
+OWN_FILES = {"hf_quant_config": "modelopt", "quantize_config": "gptq", "quant_config": "awq"}
+"""Files in which ModelOpt, older AutoGPTQ and older AutoAWQ describe the weights, without `.json`, and the `quant_method` that they leave
+out."""
+OLD_AWQ = {"w_bit": "bits", "q_group_size": "group_size"}
+"""Fields of AutoAWQ's file, and their names in a config.json."""
 ACTIVATIONS = ("silu", "swish")
 """The names of the supported activation."""
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """The fields of a folder's config.json. The `eos_token_id` of generation_config.json, if any, comes before its own, and
-    ModelOpt's hf_quant_config.json and AutoGPTQ's quantize_config.json are added as fields of these names.
+    """The fields of a folder's config.json. The `eos_token_id` of generation_config.json, if any, comes before its own. The contents of
+    `OWN_FILES` are added as fields of these names, unless config.json describes the weights itself.
 
     Raises:
         ConfigError: the folder or the file is missing, or is not a JSON object.
@@ -33,16 +36,25 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(f"--model-path {str(folder)!r} is not a folder; give a Hugging Face folder, a hub id or a .gguf file")
     raw = read_object(folder / "config.json")
-    for name, method in OWN_FILES.items():
-        if (folder / f"{name}.json").is_file():
-            found = read_object(folder / f"{name}.json")
-            raw[name] = {**found, "quant_method": found.get("quant_method") or method}
+    if not any(raw.get(name) for name in QUANT_FIELDS):
+        raw |= _own_files(folder)
     if (folder / "generation_config.json").is_file():
         generation = ConfigFields(read_object(folder / "generation_config.json"), f"{folder}/generation_config.json")
         if generation.given("eos_token_id"):
             own = ConfigFields(raw, str(folder)).within("text_config", ["eos_token_id"])
             raw["eos_token_id"] = [*generation.ids("eos_token_id"), *own.ids("eos_token_id")]
     return raw
+
+
+def _own_files(folder: Path) -> dict[str, Any]:
+    """The contents of those of `OWN_FILES` that the folder has, by name."""
+    found = dict[str, Any]()
+    for name, method in OWN_FILES.items():
+        if (folder / f"{name}.json").is_file():
+            own = {OLD_AWQ.get(key, key): value for key, value in read_object(folder / f"{name}.json").items()}
+            if method != "awq" or "bits" in own:  # other tools use this name too
+                found[name] = {**own, "quant_method": own.get("quant_method") or method}
+    return found
 
 
 def recommended_sampling(folder: str | Path) -> SamplingDefaults:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from runtime.config.quant_config import BLOCK, Int4Format, QuantConfig
-from runtime.models.config_fields import ConfigFields
+from runtime.models.config_fields import QUANT_FIELDS, ConfigFields
 
-FIELDS = ("quantization_config", "compression_config", "hf_quant_config", "quantize_config")
-"""Where a checkpoint may describe its weights; the first that it has counts."""
+FIELDS = (*QUANT_FIELDS, "hf_quant_config", "quantize_config", "quant_config")
+"""Where a checkpoint may describe its weights, in config.json and in files of their own; the first that it has counts."""
 DECODER = "model.language_model."
 """What names of the decoder's layers begin with in multimodal models in memory; in some checkpoints they begin otherwise."""
 GROUPS = (32, 64, 128)

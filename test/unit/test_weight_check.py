@@ -33,6 +33,7 @@ from unit.test_models import FAMILIES, Checkpoint
 from unit.tiny import tiny_model
 
 Tensors = dict[str, torch.Tensor]
+CURE = r"Use the config\.json that was published with these weights, or download them again\."
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,10 +68,18 @@ def without(start: str) -> Callable[[Tensors], object]:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("llama", cut("model.embed_tokens.weight"), r"embed_tokens\.weight has shape \[100, 64\]; config\.json asks for \[101, 64\]"),
-        ("llama", cut("model.layers.1.self_attn.k_proj.weight"), r"layers\.1\.self_attn\.k_proj\.weight has shape \[\d+, 64\]; config"),
-        ("llama", without("model.norm"), r"does not fit its config\.json: it lacks model\.norm\.weight"),
-        ("llama", without("model.layers.2."), r"it lacks model\.layers\.2\.input_layernorm\.weight, .* and 1 more"),
+        ("llama", cut("model.embed_tokens.weight"),
+         rf"embed_tokens\.weight has shape \[100, 64\]; config\.json asks for \[101, 64\], by vocab_size\. {CURE}"),
+        ("llama", cut("model.layers.1.self_attn.k_proj.weight"),
+         r"self_attn\.k_proj\.weight has shape \[\d+, 64\]; config\.json asks for \[\d+, 64\], by num_key_value_heads and head_dim\. Use"),
+        ("qwen3-moe", lambda tensors: tensors.update({"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(3, 5)}),
+         r"experts\.0\.up_proj\.weight has shape .*, by the intermediate size of experts and hidden_size\. Use"),
+        ("llama", without("model.norm"), rf"does not fit its config\.json: it lacks model\.norm\.weight\. {CURE}"),
+        ("llama", without("model.layers.2."),
+         r"it lacks model\.layers\.2\.input_layernorm\.weight, .* and 1 more\. "
+         r"Its num_hidden_layers may be wrong: all of these tensors are in layers 2 to 2\. Use"),
+        ("llama", lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+         rf"has dtype torch\.int8; .* floating-point numbers, because config\.json does not say that this layer is quantized\. {CURE}"),
         ("llama", lambda tensors: tensors.update({"other.weight": torch.ones(1)}), r"it has unexpected other\.weight"),
         ("gpt-oss", cut("model.layers.0.mlp.experts.gate_up_proj"), r"experts\.gate_up_proj has shape \[\d+, 64, \d+\]; config"),
         ("gpt-oss", cut("model.layers.0.mlp.experts.down_proj_bias"), r"experts\.down_proj_bias has shape"),
@@ -84,6 +93,20 @@ def test_tensors_that_do_not_fit_config_json_are_named(
     with pytest.raises(ConfigError, match=message) as raised:
         check_weights(*resolved(tmp_path))
     assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "compressed"])
+def test_a_config_json_of_other_weights_is_named(tmp_path: Path, form: str) -> None:
+    """Quantised weights beside the config.json of the 16-bit model, and the reverse."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    write_int4(tmp_path, Checkpoint("llama", tmp_path / "plain", **sizes).reference, FORMS[form])
+    quantized = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"The weights are quantized, but config\.json has no quantization_config\. Use"):
+        check_weights(*resolved(tmp_path))
+    (tmp_path / "plain" / "config.json").write_text(quantized)
+    with pytest.raises(ConfigError, match=r"By its quantization_config these layers are quantized, but their weights are not\. Use"):
+        check_weights(*resolved(tmp_path / "plain"))
 
 
 def test_algorithms_without_known_weights_pass(tmp_path: Path) -> None:

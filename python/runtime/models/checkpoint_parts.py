@@ -13,6 +13,7 @@ import torch
 from runtime.errors import ConfigError
 from runtime.layers.quantization.scheme import WeightSlot
 from runtime.models.file_tensor import FileTensor, UnreadableTensor, read_packed
+from runtime.models.misfit import wrong_dtype, wrong_groups, wrong_shape
 
 STAGE_BYTES = 16 << 20
 """Size of a pinned buffer and of its device buffer; each loading thread has one pair."""
@@ -38,35 +39,16 @@ def parts_of(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> Itera
     for slot in slots:
         index = slot.index_of(tuple(tensor.shape))
         if index is None:
-            raise _misfit(name, tuple(tensor.shape), slot) or wrong_shape(name, tensor, slot.shape)
+            raise wrong_groups(name, tuple(tensor.shape), slot) or wrong_shape(name, tensor.shape, slot.shape)
         values = tensor[index]
         if not (values.dtype.is_floating_point if slot.dtype is None else values.dtype is slot.dtype):
-            expected = "floating-point numbers" if slot.dtype is None else slot.dtype
-            raise ConfigError(f"tensor {name} has dtype {values.dtype}; the model expects {expected}")
+            raise wrong_dtype(name, values.dtype, slot.dtype)
         yield Part(name, values, slot)
 
 
 def in_memory(values: Values) -> torch.Tensor:
     """The values as a tensor; a file is memory-mapped, so its pages are read on first use."""
     return values.mapped() if isinstance(values, FileTensor) else values
-
-
-def wrong_shape(name: str, tensor: Sliceable, shape: Sequence[int]) -> ConfigError:
-    """The error for a tensor whose shape is not the model's."""
-    return ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
-
-
-def _misfit(name: str, shape: tuple[int, ...], slot: WeightSlot) -> ConfigError | None:
-    """The error for a tensor that would have the right shape with another `group_size`; None for other tensors."""
-    if slot.groups is None:
-        return None
-    at, columns = slot.groups
-    if shape != (*slot.shape[:at], *shape[at : at + 1], *slot.shape[at + 1 :]):
-        return None
-    return ConfigError(
-        f"tensor {name} has shape {list(shape)}; group_size {columns} in quantization_config asks for {list(slot.shape)}. "
-        "Correct it, or use another checkpoint."
-    )
 
 
 @dataclass(frozen=True, slots=True)

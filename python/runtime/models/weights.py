@@ -13,8 +13,9 @@ from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, WeightSlot, ignore
-from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of, wrong_shape
+from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of
 from runtime.models.context import ModelContext
+from runtime.models.misfit import cure, wrong_shape
 from runtime.models.packed_layer import PackedLayer
 from runtime.models.parallel_store import store_in_threads
 
@@ -213,7 +214,8 @@ class WeightTable:
         missing |= {name for stored in packed.values() for name in stored.missing}
         problems = [f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
         if problems:
-            raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}")
+            advice = cure(missing, unexpected, self._quant is not None)
+            raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}. {advice}")
         for stored in packed.values():
             stored.fill()
 
@@ -248,7 +250,7 @@ class WeightTable:
                 yield name, tensor
                 continue
             if tuple(tensor.shape) not in fused.shapes:
-                raise wrong_shape(name, tensor, fused.shapes[0])
+                raise wrong_shape(name, tensor.shape, fused.shapes[0])
             yield from fused.parts(tensor)
 
     def _slot_name(self, name: str) -> str:

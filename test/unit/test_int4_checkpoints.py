@@ -195,7 +195,7 @@ def test_a_router_in_int4_is_read_dequantized(tmp_path: Path, family: str, form:
         loaded(tmp_path)
     scales = next(name for name in tensors if "layers.1.mlp.gate." in name and "scale" in name)
     save_file({name: tensor for name, tensor in tensors.items() if name != scales}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=rf"it lacks {re.escape(scales)}$"):
+    with pytest.raises(ConfigError, match=rf"it lacks {re.escape(scales)}\. Use"):
         loaded(tmp_path)
 
 
@@ -602,7 +602,7 @@ def test_activation_order_is_refused_where_config_json_names_none(name: str, ran
 def test_groups_of_other_sizes_and_orders_of_fused_layers_are_refused() -> None:
     form = SHUFFLED_FORMS["gptq-activation-order"]
     tensors = named(packed(random(64, 128), form)[0], "a")
-    with pytest.raises(ConfigError, match=r"tensor a\.g_idx does not have 32 columns in each group. Use another checkpoint"):
+    with pytest.raises(ConfigError, match=r"tensor a\.g_idx does not have 32 columns in each group, which group_size in"):
         loading(form, tensors | {"a.g_idx": torch.zeros(128, dtype=torch.int32)})
     table = table_of(scheme_of(form))
     table.linear({"a": 64, "b": 64}, 128)

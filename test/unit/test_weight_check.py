@@ -26,10 +26,10 @@ from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model, load_hf_config, parse_hf_config
 from runtime.models.sharing import check_expert_width
 from runtime.speculative.weight_check import DRAFTS, META
-from unit.int4_files import FORMS, write_int4
+from unit.int4_files import FORMS, SHUFFLED_FORMS, write_int4
 from unit.predicting import draft_folder
 from unit.small_tokenizer import write_small_tokenizer
-from unit.test_models import FAMILIES, Checkpoint
+from unit.test_models import FAMILIES, Checkpoint, loaded
 from unit.tiny import tiny_model
 
 Tensors = dict[str, torch.Tensor]
@@ -107,6 +107,21 @@ def test_a_config_json_of_other_weights_is_named(tmp_path: Path, form: str) -> N
     (tmp_path / "plain" / "config.json").write_text(quantized)
     with pytest.raises(ConfigError, match=r"By its quantization_config these layers are quantized, but their weights are not\. Use"):
         check_weights(*resolved(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("wrong", ["q_proj", "k_proj", "v_proj"])
+def test_wrong_groups_of_columns_are_found_and_named(tmp_path: Path, wrong: str) -> None:
+    """Not as a difference between the parts of a fused layer, even if all are read from one batch."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    write_int4(tmp_path, Checkpoint("llama", tmp_path / "plain", **sizes).reference, SHUFFLED_FORMS["gptq-activation-order"])
+    check_weights(*resolved(tmp_path))
+    tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.1.self_attn.{wrong}.g_idx"
+    save_file({**tensors, name: torch.zeros_like(tensors[name])}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    said = rf"tensor {name} does not have 32 columns in each group, which group_size in quantization_config asks for\. Correct it"
+    with pytest.raises(ConfigError, match=said):
+        check_weights(*resolved(tmp_path))
+    with pytest.raises(ConfigError, match=said):
+        loaded(tmp_path)
 
 
 def test_algorithms_without_known_weights_pass(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Staging:
             if not part.values.nbytes:  # another rank stores it
                 continue
             if isinstance(part.values, torch.Tensor):
-                yield partial(_store, part, part.values)
+                yield partial(store_part, part, part.values)
                 continue
             space = _space(part.values)
             if batch and size + space > STAGE_BYTES:
@@ -97,7 +97,7 @@ class Staging:
         except IndexError:
             buffers = self._new_buffers()
         if len(batch) == 1 and _space(batch[0][1]) > STAGE_BYTES:
-            _store(batch[0][0], self._bring_large(batch[0][1], buffers))
+            store_part(batch[0][0], self._bring_large(batch[0][1], buffers))
             self._wait()
         else:
             kinds = defaultdict[Hashable, list[tuple[Part, FileTensor]]](list)
@@ -164,7 +164,8 @@ def _kind(part: Part, values: FileTensor) -> Hashable:
     return values.dtype, values.shape, values.packed_strides, slot.finite, slot.rule, slot.joint and slot.joint.convert
 
 
-def _store(part: Part, values: torch.Tensor) -> None:
+def store_part(part: Part, values: torch.Tensor) -> None:
+    """Check and store the values of one part."""
     _check(part, values)
     part.slot.put(values)
 

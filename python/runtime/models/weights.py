@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,7 @@ from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, WeightSlot, ignore
-from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of
+from runtime.models.checkpoint_parts import Part, Sliceable, Staging, in_memory, parts_of, store_part
 from runtime.models.context import ModelContext
 from runtime.models.misfit import cure, wrong_shape
 from runtime.models.packed_layer import PackedLayer
@@ -180,7 +179,7 @@ class WeightTable:
         return layer
 
     def load(self, weights: NamedTensors, skip: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> None:
-        """Fill every parameter; on the meta device, read and store nothing.
+        """Fill every parameter; on the meta device, store nothing, and read only what slots with `in_check` do.
 
         Args:
             weights: (name, tensor) in any order; only this rank's part of each tensor is read.
@@ -203,7 +202,9 @@ class WeightTable:
                     unexpected.append(name)
 
         if self.device.type == "meta":  # stores nothing: a comparison of names, shapes and dtypes
-            deque(parts(), maxlen=0)
+            for part in parts():
+                if part.slot.in_check and part.values.nbytes:
+                    store_part(part, in_memory(part.values))
         else:
             # For a GPU the host only copies parts. On a CPU the last threads, with large tensors, may use the cores of the others.
             threads = 1 if self.num_bytes < SMALL_MODEL else None
@@ -216,7 +217,7 @@ class WeightTable:
         if problems:
             advice = cure(missing, unexpected, self._quant is not None)
             raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}. {advice}")
-        for stored in packed.values():
+        for stored in packed.values() if self.device.type != "meta" else ():
             stored.fill()
 
     @property

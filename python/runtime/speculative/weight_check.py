@@ -37,7 +37,8 @@ DRAFTS: Mapping[str, Make] = {
 
 
 def check_weights(config: RuntimeConfig, target_config: ModelConfig) -> None:
-    """Refuse weights of the target or its draft that do not fit their config.json. Reads no numbers, except those of a draft's `d2t`.
+    """Refuse weights of the target or its draft that do not fit their config.json. Reads no numbers, except those of a draft's
+    `d2t` and the groups of int4 columns.
 
     Raises:
         ConfigError: as `load` of the models, for tensors that are missing, unexpected or of a wrong shape or dtype; or the ranks cannot

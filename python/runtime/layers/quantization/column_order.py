@@ -33,12 +33,22 @@ class ColumnOrder:
         """Whether ranks share the columns: one of them may then need any column of the input."""
         return self.own != slice(0, self.width)
 
-    def set(self, name: str, groups: torch.Tensor) -> torch.Tensor:
+    def set(self, name: str, groups: torch.Tensor, group: int) -> torch.Tensor:
         """The columns that this rank stores, by their groups int32 [width], which are tensor `name`: int64 [own].
 
+        Args:
+            group: columns of a group.
+
         Raises:
-            ConfigError: another part has another order.
+            ConfigError: groups differ in size, or another part has another order.
         """
+        # Here and not by a `Rule`, which may be checked after parts are stored: the part that is wrong should be named, not its neighbour.
+        sizes = torch.arange(self.width, dtype=groups.dtype, device=groups.device) // group
+        if not torch.equal(groups.sort().values, sizes):
+            raise ConfigError(
+                f"tensor {name} does not have {group} columns in each group, which group_size in quantization_config asks for. "
+                "Correct it, or use another checkpoint."
+            )
         order = groups.argsort(stable=True)
         with self._lock:
             if self._first is None:

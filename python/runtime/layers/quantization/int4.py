@@ -70,7 +70,8 @@ class Int4(QuantScheme):
         width, own = new.parts[0].shape[1], new.parts[0].index[1]  # all parts have the same input
         if new.count is None:
             return replace(storage, order=ColumnOrder(width, own))
-        if not isinstance(layout, CpuLayout) or own != slice(0, width):  # a GPU's kernels read the same row for all experts
+        # A GPU's kernels read the same row for all experts.
+        if own != slice(0, width) or not (isinstance(layout, CpuLayout) or new.device.type == "meta"):
             return storage
         return replace(storage, orders=tuple(ColumnOrder(width, own) for _ in range(new.count)))
 

@@ -142,22 +142,6 @@ class OrderRule(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRule(Rule):
-    """Each group has as many columns."""
-
-    group: int
-
-    def is_broken(self, parts: torch.Tensor) -> torch.Tensor:
-        """As in `Rule`."""
-        columns = torch.arange(parts.shape[1], dtype=parts.dtype, device=parts.device)
-        return (parts.sort(dim=1).values != columns // self.group).any()
-
-    def error(self, name: str, part: torch.Tensor) -> ConfigError:
-        """As in `Rule`."""
-        return ConfigError(f"tensor {name} does not have {self.group} columns in each group. Use another checkpoint.")
-
-
-@dataclass(frozen=True, slots=True)
 class NoBiasRule(Rule):
     """All numbers are zero."""
 
@@ -190,10 +174,10 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
             layout.put_codes(storage, own, codes if order is None else codes[:, order])
 
     put_codes, put_groups, joint = store, ignore, layout.joint(storage, part.rows, forms.codes)
-    order_rule: Rule = OrderRule(columns.start, form.group, form.ordered, shared=columns != slice(0, width))
+    order_rule: Rule | None = OrderRule(columns.start, form.group, form.ordered, shared=columns != slice(0, width))
     if storage.order is not None:
-        put_codes, put_groups = _in_order(storage.order, f"{part.prefix}.{forms.order}", store)
-        joint, order_rule, read = None, GroupRule(form.group), slice(0, width)  # a group's columns may be anywhere
+        put_codes, put_groups = _in_order(storage.order, f"{part.prefix}.{forms.order}", form.group, store)
+        joint, order_rule, read = None, None, slice(0, width)  # a group's columns may be anywhere
     swap, to_scales = (-1, lambda scales: put_scales(scales.t())) if forms.zeros.transposed else (1, put_scales)
     slots = {
         forms.codes.name: WeightSlot(
@@ -206,7 +190,7 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
         forms.scales: WeightSlot(
             (out, width // form.group)[::swap], (rows, groups)[::swap], to_scales, finite=True, rule=ScaleRule(), groups=counted
         ),
-        forms.order: WeightSlot((width,), (read,), put_groups, torch.int32, rule=order_rule, optional=not form.ordered),
+        forms.order: WeightSlot((width,), (read,), put_groups, torch.int32, rule=order_rule, optional=not form.ordered, in_check=True),
     }
     if form.zeros:
         unpack = replace(forms.zeros, offset=form.zero_offset)
@@ -224,13 +208,14 @@ def stored_slots(part: LinearPart, form: Int4Format, layout: Int4Layout, storage
 
 
 def _in_order(
-    order: ColumnOrder, name: str, store: Callable[[torch.Tensor, torch.Tensor], None]
+    order: ColumnOrder, name: str, group: int, store: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
     """Calls that take the words of a part and its groups, in any order and possibly from several threads. The second one stores the words.
 
     Args:
         order: receives the order of the columns.
         name: of the tensor with the groups.
+        group: columns of a group.
         store: stores words whose columns have the order int64 [in].
     """
     held, lock = dict[str, torch.Tensor](), threading.Lock()
@@ -244,7 +229,7 @@ def _in_order(
         store(words, columns)
 
     def put_groups(groups: torch.Tensor) -> None:
-        columns = order.set(name, groups)
+        columns = order.set(name, groups, group)
         with lock:
             held["order"] = columns
             words = held.pop("words", None)

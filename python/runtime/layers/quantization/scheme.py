@@ -71,6 +71,7 @@ class WeightSlot:
         finite: whether all numbers must be finite.
         rule: what else is required of the numbers.
         optional: whether the checkpoint may lack the tensor.
+        in_check: whether the numbers are read even on the meta device: few numbers that others depend on.
         groups: the dimension that counts groups of columns, and the checkpoint's `group_size`; None without such a dimension.
     """
 
@@ -83,6 +84,7 @@ class WeightSlot:
     finite: bool = False
     rule: Rule | None = None
     optional: bool = False
+    in_check: bool = False
     groups: tuple[int, int] | None = None
 
     def index_of(self, shape: tuple[int, ...]) -> Index | None:

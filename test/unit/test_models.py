@@ -422,6 +422,16 @@ def test_experts_without_a_shared_one_match_transformers(tmp_path: Path, name: s
     torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
 
 
+@pytest.mark.parametrize("truncate", [{}, {"full_attention": False}, {"top": False}])
+def test_gemma4_with_yarn_matches_transformers(tmp_path: Path, truncate: dict[str, bool]) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 10, "beta_fast": 4.0}
+    full = yarn | ({"truncate": False} if "full_attention" in truncate else {})
+    rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    reference = Checkpoint("gemma4-own-values", tmp_path, rope_parameters=rope | ({"truncate": False} if "top" in truncate else {}))
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["chunked prefill"])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+
+
 SHORT, LONG = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
 SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 10, "truncate": False, "beta_fast": 4.0},
@@ -731,6 +741,7 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor is 'two'; it must be a positive number"),
         ({"rope_parameters": {"rope_type": ["linear"]}}, "rope scaling .* is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 1e30}}, r"factor is 1e\+30 for a context of 128 tokens"),
+        ({"max_position_embeddings": 2 * 10**9}, "give a context of 2,000,000,000 tokens; at most 8,388,608 are supported. Correct"),
         ({"rope_parameters": "twice"}, "rope_parameters is 'twice'; it must be an object"),
         ({"rope_parameters": "absent", "rope_scaling": [2.0]}, r"rope_scaling is \[2.0\]; it must be an object"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id or a list of them"),

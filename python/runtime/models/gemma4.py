@@ -80,7 +80,12 @@ def _rope(text: ConfigFields, kind: str) -> RopeFields:
     chosen = text.mapping("rope_parameters").mapping(kind)
     if not chosen.given("rope_theta"):
         raise text.error(f"rope_parameters must hold {kind} with its rope_theta")
-    return read_rope(text, chosen)
+    rope = read_rope(text, chosen)
+    if rope.scaling is None or rope.scaling.kind != "yarn":
+        return rope
+    # transformers reads this field beside the kinds of layers, not within one, where it has no effect.
+    truncate = text.mapping("rope_parameters").with_defaults({"truncate": True}).nullable_flag("truncate")
+    return replace(rope, scaling=replace(rope.scaling, truncate=truncate))
 
 
 def _full_attention(text: ConfigFields, model: ModelConfig) -> FullAttention:

@@ -97,6 +97,8 @@ FAMILIES: dict[str, Family] = {
     "SeedOssForCausalLM": seed_oss,
 }
 EMBEDDING = "embed_tokens.weight"
+MAX_CONTEXT = 2**23
+"""The longest context that a config.json may give, in tokens; published models have at most 4 million."""
 MTP_CLASSES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Glm4MoeForCausalLM", "MiMoForCausalLM")
 """The classes whose `parse` may return a `ModelConfig.mtp`."""
 
@@ -140,7 +142,13 @@ def parse_family(family: Family, fields: ConfigFields) -> ModelConfig:
     """The architecture of a model or a draft head of `family`, and how its weights are stored."""
     if fields.given("is_causal") and not fields.flag("is_causal"):  # as in models for embeddings whose tokens see the later ones too
         raise fields.error("is_causal is false; only causal attention is supported")
-    return replace(family.parse(fields.with_defaults(family.DEFAULTS)), quant=read_quantization(fields))
+    config = replace(family.parse(fields.with_defaults(family.DEFAULTS)), quant=read_quantization(fields))
+    if config.max_context_len > MAX_CONTEXT:  # its rotary table alone would not fit into memory
+        raise fields.error(
+            f"max_position_embeddings and the rope scaling give a context of {config.max_context_len:,} tokens; at most {MAX_CONTEXT:,} "
+            "are supported. Correct them."
+        )
+    return config
 
 
 def family_of(architecture: str, where: str) -> Family:

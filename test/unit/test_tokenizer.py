@@ -324,6 +324,9 @@ def test_missing_and_broken_files_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ConfigError, match="cannot be read"):
         Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is only a Git LFS pointer to the file; fetch the file with 'git lfs pull'"):
+        Tokenizer.load(tmp_path)
 
 
 def test_the_tokenizer_needs_no_torch() -> None:

@@ -109,6 +109,22 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         safetensors_files(tmp_path)
 
 
+def test_a_missing_shard_is_named_by_the_numbers_of_the_others(tmp_path: Path) -> None:
+    for number in (1, 3):
+        save_file({f"t{number}": torch.zeros(1)}, tmp_path / f"model-0000{number}-of-00003.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks 1 of 3 weight files, the first is model-00002-of-00003\.safetensors"):
+        safetensors_files(tmp_path)
+    save_file({"t2": torch.zeros(1)}, tmp_path / "model-00002-of-00003.safetensors")
+    assert len(safetensors_files(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=rf"{name} is only a Git LFS pointer to the file; fetch the file with 'git lfs pull', or"):
+        check_shards(tmp_path, SourceFlags())
+
+
 @pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "sub/a.safetensors"])
 def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, name: str) -> None:
     write_index(tmp_path, [name])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import ConfigError
-from runtime.json_file import read_object
+from runtime.json_file import check_pointer, read_object
 from runtime.model_files.safetensors_header import Entry, is_whole_safetensors, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 """The weights file of a checkpoint that is not sharded."""
+
+
+NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
+"""Names of the files of a sharded checkpoint: before the number, the number, and how many there are."""
 
 
 class SourceFlags(NamedTuple):
@@ -40,6 +46,7 @@ def check_shards(folder: Path, flags: SourceFlags) -> None:
         ConfigError: states what is wrong and what to do.
     """
     for file in safetensors_files(folder, flags):
+        check_pointer(file)
         if not is_whole_safetensors(file):
             raise ConfigError(f"{file} is truncated or damaged; download it again")
 
@@ -54,7 +61,7 @@ def safetensors_files(folder: Path, flags: SourceFlags = TARGET_FLAGS) -> list[P
         ConfigError: there are none, or one is missing.
     """
     index, single = folder / INDEX, folder / SINGLE
-    names = _indexed_names(index) if index.is_file() else [file.name for file in sorted(folder.glob("*.safetensors"))]
+    names = _indexed_names(index) if index.is_file() else _numbered_names(file.name for file in sorted(folder.glob("*.safetensors")))
     if single.is_file() and not (index.is_file() and SINGLE in names):
         return [single]
     if not names:
@@ -85,6 +92,16 @@ def _indexed_names(index: Path) -> list[str]:
     if outside:
         raise ConfigError(f"{index} names a file outside its folder: {outside[0]!r}")
     return sorted(set(shards.values()))
+
+
+def _numbered_names(names: Iterable[str]) -> list[str]:
+    """Names of files, with those that their numbers, such as in model-00001-of-00002.safetensors, tell to be missing."""
+    found = dict.fromkeys(names)
+    for name in list(found):
+        if parts := NUMBERED.fullmatch(name):
+            start, number, count = parts.groups()
+            found |= dict.fromkeys(f"{start}{i:0{len(number)}}-of-{count}.safetensors" for i in range(1, int(count) + 1))
+    return sorted(found)
 
 
 def _no_weights(folder: Path, flags: SourceFlags) -> ConfigError:

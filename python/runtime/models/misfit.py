@@ -23,8 +23,6 @@ FIELDS: Mapping[str, tuple[str, str]] = {
     "up_proj": ("intermediate_size", "hidden_size"),
     "gate_up_proj": ("intermediate_size", "hidden_size"),
     "down_proj": ("hidden_size", "intermediate_size"),
-    "q_norm": ("head_dim", ""),
-    "k_norm": ("head_dim", ""),
     "input_layernorm": ("hidden_size", ""),
     "post_attention_layernorm": ("hidden_size", ""),
 }

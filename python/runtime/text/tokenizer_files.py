@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from runtime.errors import ConfigError
-from runtime.json_file import read_object
+from runtime.json_file import check_pointer, read_object
 from runtime.small_file import read_small, unreadable
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -223,7 +223,9 @@ def _given_template(chat_template: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return read_small(path)
+        text = read_small(path)
+        check_pointer(path)
+        return text
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; give a folder with a tokenizer.json as --tokenizer-path") from error
     except (OSError, UnicodeDecodeError) as error:

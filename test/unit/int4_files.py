@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from unit.test_quantization import EXPERTS, PROJECTION, fused, one_by_one
+from unit.expert_tensors import EXPERTS, PROJECTION, fused, one_by_one
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = re.compile(r"experts\.(\d+)\.")

@@ -47,6 +47,7 @@ from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.registry import build_model, load_hf_config
 from runtime.models.weights import WeightTable
+from unit.expert_tensors import EXPERTS, PROJECTION, fused, one_by_one
 from unit.latent import DEEPSEEK_EXPERTS, LATENT
 from unit.test_linear import Rank
 from unit.test_models import COMMON, PIECES, VOCAB, Runner
@@ -158,29 +159,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         )
     ),
 }
-
-
-PROJECTION = re.compile(r"(proj|proj_with_mqa|\.w[123])\.weight$")
-EXPERTS = re.compile(r"(experts\.)(gate_up|down)_proj$")
-"""Tensors [E, rows, columns] of all experts of a layer."""
-
-
-def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors, with those of all experts of a layer as tools that quantise write them."""
-    out = {name: tensor for name, tensor in tensors.items() if not EXPERTS.search(name)}
-    for name in tensors.keys() - out.keys():
-        prefix, parts = name.rpartition(".")[0], ("gate", "up") if "gate_up" in name else ("down",)
-        for expert, matrix in enumerate(tensors[name]):
-            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
-                out[f"{prefix}.{expert}.{part}_proj.weight"] = rows.clone()
-    return out
-
-
-def fused(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The tensor `name` of all experts, of `one_by_one`."""
-    prefix, parts = name.rpartition(".")[0], ("gate", "up") if "gate_up" in name else ("down",)
-    count = sum(other.startswith(prefix + ".") and other.endswith(f"{parts[0]}_proj.weight") for other in tensors)
-    return torch.stack([torch.cat([tensors[f"{prefix}.{e}.{part}_proj.weight"] for part in parts]) for e in range(count)])
 
 
 def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> PreTrainedModel:
@@ -506,12 +484,12 @@ def test_dummy_weights_of_a_quantized_model_are_finite(tmp_path: Path, quant: Qu
 
 def test_a_shared_expert_of_another_format_stays_beside_the_stack(tmp_path: Path) -> None:
     MODELS["deepseek"]().save_pretrained(tmp_path)
-    for kept, names, fused in (((), ["fp8"], True), (("shared_experts",), ["none"], False), (("gate_up_proj",), ["fp8"], True)):
+    for kept, names, together in (((), ["fp8"], True), (("shared_experts",), ["none"], False), (("gate_up_proj",), ["fp8"], True)):
         quant = replace(BLOCK, kept=kept)
         model = build_model(replace(load_hf_config(tmp_path), quant=quant), TorchOps(), torch.float32, CPU)
         for mlp in model.sparse_mlps:
             assert mlp.experts.scheme.name == "fp8"
-            assert mlp.router.rule.shared == fused
+            assert mlp.router.rule.shared == together
             assert mlp.shared is not None
             assert [mlp.shared.down_proj.scheme.name] == names
 

@@ -17,6 +17,7 @@ from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import BuildOptions
 from runtime.model_executor.followers import Followers
+from runtime.models.block import SandwichBlock
 from runtime.models.config import ModelConfig
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
@@ -131,6 +132,10 @@ def exact_product(self: Linear, x: torch.Tensor, in_prompt: bool = False) -> tor
 def calm(model: Any, sharp: float) -> None:
     """Attention that matters, but less than the token itself; `sharp` multiplies the logits."""
     for layer in model.layers:
+        if isinstance(layer, SandwichBlock):  # the norms after attention and MLP would undo a factor of the projections
+            layer.attn_out_norm.weight.mul_(0.02)
+            layer.mlp_out_norm.weight.mul_(0.02)
+            continue
         storage = layer.attention.o_proj.storage
         (storage.weight if storage.scale is None else storage.scale).mul_(0.4)
     model.lm_head.weight.mul_(8.0 * sharp)

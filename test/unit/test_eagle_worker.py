@@ -20,7 +20,7 @@ from runtime.layers.random_streams import RandomStream, uniforms
 from runtime.layers.sampler import draw
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.draft_window import DraftWindow
-from runtime.models.config import QueryScaling
+from runtime.models.config import FullAttention, QueryScaling
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.draft_tree import top_log_probs
 from runtime.speculative.ngram import NgramHistory
@@ -187,6 +187,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True},
     "mistral": {"architecture": "MistralForCausalLM", "window": (11, 1)},
     "ministral3": {"architecture": "Ministral3ForCausalLM", "query_scaling": QueryScaling(0.5, 8)},
+    "gemma3": {
+        "architecture": "Gemma3ForCausalLM",
+        "window": (11, -1),
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "embed_scale": 8.0,
+        "full_attention": FullAttention(num_kv_heads=2, head_dim=16, rope_theta=1e6, rope_scaling=None, shared_kv=False),
+    },
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unit.test_models import COMMON, GEMMA4, Checkpoint, loaded
+from unit.test_models import COMMON, GEMMA3, GEMMA4, Checkpoint, loaded
 from unit.test_quantization import assert_close_to, write_quantized
 
 SIZES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 160, "moe_intermediate_size": 160}
@@ -27,6 +27,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"text_config": {"model_type": "mistral", **COMMON, **SIZES}},
     ),
     "Ministral3ForCausalLM": ("ministral3", "ministral-tensor", SIZES),
+    "Gemma3ForConditionalGeneration": ("gemma3-with-vision", "qwen-block", {"text_config": {**GEMMA3, **SIZES}}),
     "Gemma4ForConditionalGeneration": ("gemma4-with-vision", "compressed-channel", {"text_config": SPARSE_GEMMA4}),
 }
 """By architecture: the model of `test_models`, the form of `test_quantization`, and changes to the configuration."""

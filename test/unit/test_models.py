@@ -12,6 +12,10 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Gemma4Config,
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
@@ -111,6 +115,20 @@ GEMMA4: dict[str, Any] = {
     "vocab_size_per_layer_input": VOCAB,
     "final_logit_softcapping": 30.0,
 }
+GEMMA3: dict[str, Any] = {
+    **COMMON,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    },
+}
+SIGLIP = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 GPT_OSS = {**COMMON, "num_local_experts": 8, "num_experts_per_tok": 8, "head_dim": 16, "sliding_window": 6}
 GPT_OSS |= {"intermediate_size": 32, "initializer_range": 0.2}
 VISION = {
@@ -146,6 +164,21 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=16)),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA3)),
+    "gemma3-untied-biases-softcap": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(
+            **{**GEMMA3, "rope_parameters": None, "layer_types": None},
+            sliding_window_pattern=2,
+            tie_word_embeddings=False,
+            attention_bias=True,
+            final_logit_softcapping=20.0,
+        ),
+    ),
+    "gemma3-with-vision": (
+        Gemma3ForConditionalGeneration,
+        Gemma3Config(text_config=GEMMA3, vision_config={"model_type": "siglip_vision_model", **SIGLIP}, mm_tokens_per_image=4),
+    ),
     "gemma4-shared-kv": (Gemma4ForCausalLM, Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1)),
     "gemma4-own-values": (Gemma4ForCausalLM, Gemma4TextConfig(**{**GEMMA4, "final_logit_softcapping": None}, attention_k_eq_v=False)),
     "gemma4-dense-and-sparse": (
@@ -462,7 +495,10 @@ def test_logits_match_transformers(checkpoint: Checkpoint, served: DecoderModel,
     assert torch.equal(logits.argmax(-1), checkpoint.logits.argmax(-1))
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe", "mixtral", "minimax-m2", "deepseek-experts", "glm4-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3-moe", "qwen2-moe", "mixtral", "minimax-m2", "deepseek-experts", "glm4-moe", "gpt-oss", "gemma3-with-vision"],
+)
 def test_tensors_named_as_in_memory_load(tmp_path: Path, family: str) -> None:
     checkpoint = Checkpoint(family, tmp_path)
     checkpoint.reference.save_pretrained(tmp_path, save_original_format=False)
@@ -681,6 +717,7 @@ COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 6}
 
 
+GEMMA3_RAW = {"architectures": ["Gemma3ForCausalLM"], **GEMMA3}
 GEMMA4_RAW = {"architectures": ["Gemma4ForCausalLM"], **GEMMA4, "rope_parameters": None}
 MINIMAX_RAW = {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 16, "num_local_experts": 8}
 
@@ -760,6 +797,11 @@ def write_config(folder: Path, **changes: object) -> Path:
             {**GEMMA4_RAW, "hidden_size_per_layer_input": 256},
             "hidden_size_per_layer_input is 256; this variant of Gemma 4 is not supported",
         ),
+        ({**GEMMA3_RAW, "use_bidirectional_attention": True}, "true, as in EmbeddingGemma; only causal attention is supported"),
+        ({**GEMMA3_RAW, "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}, "only causal attention is supported"),
+        ({**GEMMA3_RAW, "hidden_activation": "silu"}, "only 'gelu_pytorch_tanh' is supported"),
+        ({**GEMMA3_RAW, "sliding_window": None}, "sliding_window is null; it must be a positive integer"),
+        ({**GEMMA3_RAW, "rope_parameters": {"rope_theta": 1e6}}, "rope_parameters must hold full_attention or sliding_attention"),
         ({**GEMMA4_RAW, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; this variant"),
         (
             {**GEMMA4_RAW, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
@@ -854,6 +896,28 @@ def test_mistral_windows_default_as_in_transformers(tmp_path: Path) -> None:
     assert window_of(tmp_path, "MistralForCausalLM") == (4095,) * 30
     assert window_of(tmp_path, "MistralForCausalLM", sliding_window=None) == (-1,) * 30
     assert window_of(tmp_path, "MistralForCausalLM", sliding_window=9) == (8,) * 30
+
+
+def test_published_fields_of_gemma3_mean_what_they_mean_in_transformers(tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": text, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found, expected = load_hf_config(tmp_path), Gemma3TextConfig(**text)
+    for field in ("vocab_size", "head_dim"):
+        assert getattr(found, field) == getattr(expected, field)
+    assert (found.num_q_heads, found.num_kv_heads) == (expected.num_attention_heads, expected.num_key_value_heads)
+    assert found.max_context_len == expected.max_position_embeddings
+    assert found.attn_scale == expected.query_pre_attn_scalar**-0.5
+    assert found.window == tuple(1023 if kind == "sliding_attention" else -1 for kind in expected.layer_types or ())
+    assert expected.rope_parameters is not None
+    full, local = expected.rope_parameters["full_attention"], expected.rope_parameters["sliding_attention"]
+    assert (found.rope_theta, found.rope_scaling) == (local["rope_theta"], None)
+    assert found.of_layer(5).rope_theta == full["rope_theta"]
+    assert found.of_layer(5).rope_scaling == RopeScaling("linear", full["factor"])
+    assert (found.eos_ids, found.bos_id, found.tie_embeddings) == ((1, 106), 2, True)
 
 
 @pytest.mark.parametrize(("architecture", "head_dim"), [("Qwen3ForCausalLM", 128), ("LlamaForCausalLM", 16)])

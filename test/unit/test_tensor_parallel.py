@@ -49,6 +49,10 @@ GEMMA4: dict[str, Any] = dict(
     architecture="Gemma4ForCausalLM", window=(11, 11, -1), qk_norm=True, v_norm=True, attn_scale=1.0, embed_scale=8.0, final_softcap=30.0,
     full_attention=FullAttention(num_kv_heads=1, head_dim=32, rope_theta=1e6, rope_scaling=None, shared_kv=True),
 )  # fmt: skip
+GEMMA3: dict[str, Any] = dict(
+    architecture="Gemma3ForCausalLM", window=(11, 11, -1), qk_norm=True, norm_offset=1.0, embed_scale=8.0,
+    full_attention=FullAttention(num_kv_heads=2, head_dim=16, rope_theta=1e6, rope_scaling=None, shared_kv=False),
+)  # fmt: skip
 DRAFTS = {
     "plain": None,
     "eagle": ("EAGLE", CHAIN),
@@ -260,6 +264,7 @@ def test_rank_0_chooses_the_eager_sample_of_all_ranks(tmp_path: Path, verify: bo
         (4, {"num_q_heads": 8, "num_kv_heads": 2, "intermediate_size": 126}),
         (3, {"tie_embeddings": True, "num_q_heads": 6, "num_kv_heads": 3, "qkv_bias": True, "o_bias": True, "mlp_bias": True}),
         (2, {"qk_norm": True, "vocab_size": 96}),
+        (2, GEMMA3),
         (2, GEMMA4),  # both hold the one KV head of a global layer
     ],
 )

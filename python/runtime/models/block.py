@@ -76,7 +76,7 @@ class SandwichBlock:
     `h += attn_out_norm(attention(attn_norm(h))); h = (h + mlp_out_norm(mlp(mlp_norm(h)))) * factor`.
 
     Attributes:
-        factor: [1] in the model's dtype.
+        factor: [1] in the model's dtype; None for 1.
     """
 
     attention: Attention
@@ -85,7 +85,7 @@ class SandwichBlock:
     attn_out_norm: RMSNorm
     mlp_norm: RMSNorm
     mlp_out_norm: RMSNorm
-    factor: torch.Tensor
+    factor: torch.Tensor | None
     ops: BlockOps
 
     @property

@@ -167,6 +167,7 @@ class ModelConfig:
         attn_scale: factor of attention scores; None for head_dim ** -0.5.
         embed_scale: factor applied to the embeddings, rounded to the model's dtype.
         final_softcap: c in logits = c * tanh(logits / c); 0 for none.
+        norm_offset: added to the weights of all norms as they are loaded.
         weight_prefix: of the names of the decoder's tensors.
         head_prefix: of the name of the LM head.
         no_head: whether the checkpoint lacks the LM head, so that the model gives hidden states only.
@@ -212,6 +213,7 @@ class ModelConfig:
     attn_scale: float | None = None
     embed_scale: float = 1.0
     final_softcap: float = 0.0
+    norm_offset: float = 0.0
     weight_prefix: str = "model."
     head_prefix: str = ""
     no_head: bool = False

@@ -15,6 +15,7 @@ MAX_LAYERS = 10_000
 QUANT_FIELDS = ("quantization_config", "compression_config")
 """Objects in which a config.json describes quantised weights."""
 BASE_CLASSES = {f"{name}Model": f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+BASE_CLASSES["Gemma3TextModel"] = "Gemma3ForCausalLM"
 """Classes without an LM head, as embedding models are saved, and those with one."""
 
 
@@ -101,6 +102,11 @@ class ConfigFields:
     def number(self, name: str, default: float) -> float:
         """A positive number."""
         return self._number(name, self.get(name, default))
+
+    def optional_number(self, name: str) -> float | None:
+        """A positive number, or None where it is null, or absent from the file and from `defaults`."""
+        value = self._nullable(name)
+        return None if value is None else self._number(name, value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of positive numbers; empty if absent."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import ConfigError
 from runtime.models.config import FullAttention, ModelConfig
 from runtime.models.config_fields import ConfigFields
+from runtime.models.gemma_parts import NORMS, check_activation, softcap
 from runtime.models.hf_config import OUTER_FIELDS, attention_bias, decoder_config, sliding_windows
 from runtime.models.moe_fields import moe_fields
 from runtime.models.rope_fields import RopeFields, read_rope
@@ -45,14 +46,12 @@ def parse(fields: ConfigFields) -> ModelConfig:
             raise text.error(f"{name} is {text.get(name, 0)!r}; this variant of Gemma 4 is not supported")
     if text.get("use_bidirectional_attention", None) == "all":
         raise text.error("use_bidirectional_attention is 'all'; only causal text is supported")
-    if text.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        raise text.error(f"hidden_activation is {text.get('hidden_activation', None)!r}; only 'gelu_pytorch_tanh' is supported")
+    check_activation(text)
     # That of the layers with windows. Unscaled ones rotate whole heads, whatever the file says, as in transformers.
     rope = replace(_rope(text, "sliding_attention"), partial=1.0, max_context_len=text.positive("max_position_embeddings"))
     model = decoder_config(text, **attention_bias(text), qk_norm=True, window=_windows(text), reads_hidden_act=False, rope=rope)
     sparse = text.flag("enable_moe_block")
     moe = moe_fields(text, ("num_experts",), top_k="top_k_experts", renormalize=True) if sparse else None
-    softcap = text.get("final_logit_softcapping", None)
     return replace(
         model,
         full_attention=_full_attention(text, model),
@@ -61,7 +60,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         attn_scale=1.0,
         moe=moe,
         embed_scale=model.hidden_size**0.5,
-        final_softcap=0.0 if softcap is None else text.number("final_logit_softcapping", softcap),
+        final_softcap=softcap(text, "final_logit_softcapping"),
         weight_prefix="model.language_model." if multimodal else "model.",
         unused_weights=OTHER_PARTS if multimodal else (),
     )
@@ -118,15 +117,12 @@ def _layer_config(text: ConfigFields, model: ModelConfig) -> ConfigFields:
 def block(parts: ModelParts, prefix: str, layer: int) -> SandwichBlock:
     """Layer `layer`."""
     from runtime.layers.activation import Activation
-    from runtime.models.block import SandwichBlock
 
     attention = parts.of_layer(layer).attention(prefix + "self_attn.", layer)
     dense = parts.gated_mlp(prefix + "mlp.", Activation.GELU_TANH)
     mlp = dense if parts.config.moe is None else _with_experts(parts, prefix, dense)
-    names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    before, behind, mlp_before, mlp_behind = (parts.norm(f"{prefix}{name}_layernorm.weight") for name in names)
     factor = parts.weights.tensor(prefix + "layer_scalar", (1,))
-    return SandwichBlock(attention, mlp, before, behind, mlp_before, mlp_behind, factor, parts.context.ops)
+    return parts.sandwich_block(prefix, attention, mlp, NORMS, factor)
 
 
 def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseSparseMlp:

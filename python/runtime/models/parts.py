@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from runtime.distributed.parallel_group import Shard
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention_layer import Attention, AttentionLayer
+from runtime.layers.dense_sparse_mlp import DenseSparseMlp
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp, Mlp
 from runtime.layers.norm import RMSNorm
@@ -18,7 +20,7 @@ from runtime.layers.rope import RotaryHeads
 from runtime.layers.row_norms import RowNorms
 from runtime.layers.sparse_mlp import SparseMlp
 from runtime.mem_cache.kv_spec import KVSpec
-from runtime.models.block import Block
+from runtime.models.block import Block, SandwichBlock
 from runtime.models.config import ModelConfig
 from runtime.models.context import ModelContext
 from runtime.models.rotary import build_rope
@@ -64,7 +66,8 @@ class ModelParts:
 
     def norm(self, name: str, width: int | None = None) -> RMSNorm:
         """The norm whose weight is tensor `name`, over the hidden size or `width`."""
-        return RMSNorm(self.weights.tensor(name, (width or self.config.hidden_size,)), self.config.rms_eps)
+        c = self.config
+        return RMSNorm(self.weights.tensor(name, (width or c.hidden_size,), offset=c.norm_offset), c.rms_eps)
 
     def attention(self, prefix: str, layer_id: int, in_features: int | None = None, causal: bool = True, fused: bool = False) -> Attention:
         """The attention layer of tensors `prefix`*, whose qkv projection reads rows of the hidden size or of `in_features`.
@@ -169,6 +172,15 @@ class ModelParts:
         """The block of this attention and MLP, whose norms have Llama's names. `input_norm`: whether the block has the first one."""
         attn_norm = self.norm(prefix + "input_layernorm.weight") if input_norm else None
         return Block(attention, mlp, attn_norm, self.norm(prefix + "post_attention_layernorm.weight"))
+
+    def sandwich_block(
+        self, prefix: str, attention: Attention, mlp: GatedMlp | DenseSparseMlp, norms: Sequence[str], factor: torch.Tensor | None = None
+    ) -> SandwichBlock:
+        """The block of this attention and MLP, whose norms before and after attention, then before and after the MLP, are named
+        `prefix` + `norms` + "_layernorm". `factor`: as for `SandwichBlock`.
+        """
+        before, behind, mlp_before, mlp_behind = (self.norm(f"{prefix}{name}_layernorm.weight") for name in norms)
+        return SandwichBlock(attention, mlp, before, behind, mlp_before, mlp_behind, factor, self.context.ops)
 
 
 def _length(part: slice) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.models.config import RopeScaling
 from runtime.models.config_fields import MAX_SIZE, ConfigFields
@@ -84,12 +84,32 @@ def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeF
     return RopeFields(theta, RopeScaling("linear", factor), partial, _extended(fields, original, factor))
 
 
+def rope_of_kind(fields: ConfigFields, kind: str, theta: float) -> RopeFields:
+    """The rotary embedding of the layers of one kind, in whole heads: a part of `rope_parameters`. An older `rope_scaling` is that of the
+    layers with full attention. The context is `max_position_embeddings` even if the embedding is scaled.
+
+    Args:
+        kind: "full_attention" or "sliding_attention".
+        theta: base of the wavelengths if the part does not give it.
+
+    Raises:
+        ConfigError: as for `read_rope`, or the parts are missing.
+    """
+    both = fields.mapping("rope_parameters")
+    if fields.get("rope_parameters", {}) and not (both.given("full_attention") or both.given("sliding_attention")):
+        raise fields.error("rope_parameters must hold full_attention or sliding_attention")
+    part = both.mapping(kind)
+    scaled = kind == "full_attention" and fields.get("rope_scaling", {})
+    chosen = (fields.mapping("rope_scaling") if scaled else part).filled(rope_theta=part.number("rope_theta", theta))
+    return replace(read_rope(fields, chosen), max_context_len=fields.positive("max_position_embeddings"))
+
+
 def rope_object(fields: ConfigFields) -> ConfigFields:
     """The object with the parameters of all layers."""
     name = "rope_scaling" if fields.get("rope_scaling", {}) else "rope_parameters"
     chosen = fields.mapping(name)
     if chosen.given("full_attention") or chosen.given("sliding_attention"):
-        raise fields.error(f"{name} differs between layers; only for Gemma 4 is this supported")
+        raise fields.error(f"{name} differs between layers; only for Gemma 4 and Gemma 3 is this supported")
     return chosen
 
 

@@ -75,12 +75,18 @@ class WeightTable:
             raise ConfigError(f"quantization_config keeps {kept[0]} in 16 bits and quantizes {mixed[0]}; layers that are fused must agree")
         return DENSE if kept else self.context.scheme
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, rows: slice | None = None) -> torch.Tensor:
-        """A parameter filled by one tensor, of which every rank holds all or `rows`; in `dtype`, by default the model's."""
+    def tensor(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, rows: slice | None = None, offset: float = 0.0
+    ) -> torch.Tensor:
+        """A parameter filled by one tensor, of which every rank holds all or `rows`; in `dtype`, by default the model's.
+
+        `offset` is added to its values in float32, before they are rounded to that dtype.
+        """
         rows = rows or slice(0, shape[0])
         target = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=dtype or self.dtype, device=self.device)
         self._tensors.append(target)
-        self.add(name, WeightSlot(shape, (rows,), target.copy_))
+        put = (lambda values: target.copy_(values.float() + offset)) if offset else target.copy_
+        self.add(name, WeightSlot(shape, (rows,), put))
         return target
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:

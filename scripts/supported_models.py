@@ -109,9 +109,10 @@ def page() -> str:
         "Options of EAGLE-3 heads, fields of config.json or of its `eagle_config`:\n",
         table(("field", "meaning"), attributes(Eagle3Layout)),
         "## Attention backends\n",
-        table(("backend", "types", "head dimensions", "KV", "sinks", "draft trees"), backends()),
-        "Every backend supports sliding windows; draft trees with a window run only on torch_native. `flashinfer` compiles its kernels\n"
-        "at the first start: it needs a C++ compiler and nvcc, in the folder that `CUDA_HOME` names, in `PATH` or in `/usr/local/cuda`.\n",
+        table(("backend", "types", "head dimensions", "KV", "sinks", "soft cap", "draft trees"), backends()),
+        "Every backend supports sliding windows; draft trees with a window or a soft cap run only on torch_native. `flashinfer` compiles\n"
+        "its kernels at the first start: it needs a C++ compiler and nvcc, in the folder that `CUDA_HOME` names, in `PATH` or in\n"
+        "`/usr/local/cuda`.\n",
         "## What is refused\n\nThe server exits with one of these messages. Braces stand for what a message fills in.\n",
         *refusals(),
     )
@@ -166,7 +167,7 @@ def backends() -> list[tuple[str, ...]]:
     def row(name: str, caps: AttentionCaps) -> tuple[str, ...]:
         dims = "any" if caps.head_dims is None else ", ".join(map(str, sorted(caps.head_dims)))
         types = "any" if caps.dtypes is None else ", ".join(sorted(caps.dtypes))
-        flags = (caps.sinks, caps.tree_mask)
+        flags = (caps.sinks, caps.softcap, caps.tree_mask)
         return (f"`{name}`", types, dims, ", ".join(sorted(caps.kv_kinds)), *("yes" if flag else "no" for flag in flags))
 
     return [row(name, caps) for name, caps in ATTENTION_CAPS.items()]

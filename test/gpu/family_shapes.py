@@ -117,6 +117,12 @@ MINISTRAL: Config = FEW | {
                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
     "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
 }  # fmt: skip
+GEMMA_2: Config = FEW | {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "query_pre_attn_scalar": 256, "sliding_window": 128,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "torch_dtype": "bfloat16",
+}  # fmt: skip
 GEMMA_3: Config = FEW | {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 3840, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 15360, "query_pre_attn_scalar": 256, "sliding_window": 128,
@@ -151,6 +157,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(SMOLLM3, "EAGLE3", _draft_of(SMOLLM3)),
     "seed-oss": Family(SEED_OSS, "EAGLE3", _draft_of(SEED_OSS)),
     "ministral-3": Family(MINISTRAL, "EAGLE3", _draft_of(MINISTRAL)),
+    "gemma-2": Family(GEMMA_2, "EAGLE3", _draft_of(GEMMA_2), backends=("flashinfer",)),
     "gemma-3": Family(GEMMA_3, "EAGLE3", _draft_of(GEMMA_3)),
     "mimo": Family(MIMO, "MTP"),
     "glm": Family(GLM, "MTP", backends=LATENT_BACKENDS),

@@ -77,6 +77,7 @@ def build(name: str, shape: AttentionShape, page_size: int = 16) -> object:
         (shape_of(replace(LAYER, kv=replace(KV, kind="mla"))), "mla KV caches"),
         (shape_of(replace(LAYER, kv=replace(KV, scaled=True))), "scaled KV caches"),
         (shape_of(LAYER, replace(LAYER, sinks=torch.zeros(8))), "attention sinks"),
+        (shape_of(replace(LAYER, softcap=50.0)), "a soft cap of attention scores"),
         (shape_of(LAYER, replace(LAYER, num_q_heads=4)), "layers that differ in heads, head dimension or scale"),
         (shape_of(LAYER, replace(LAYER, scale=1.0)), "layers that differ in heads, head dimension or scale"),
     ],

@@ -69,6 +69,13 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {**ATTENTION, "num_local_experts": 9, "num_experts_per_tok": 3, "rope_parameters": HALF},
     ),
+    "Gemma2ForCausalLM": (
+        "gemma2",
+        {
+            **ATTENTION, "sliding_window": 8, "final_logit_softcapping": 20.0, "attn_logit_softcapping": 40.0, "query_pre_attn_scalar": 24,
+            "attention_bias": True, "tie_word_embeddings": False, "layer_types": KINDS,
+        },
+    ),
     "Gemma3ForCausalLM": (
         "gemma3_text",
         {
@@ -293,6 +300,7 @@ DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 8},
     "minimax-m2": {"num_experts_per_tok": 8, "rope_parameters": {"partial_rotary_factor": 0.5}},
     "gpt-oss": {"num_experts_per_tok": 4, "sliding_window": 128},
+    "gemma2": {"attn_logit_softcapping": 50.0},
     "gemma3": {},
     "gemma4-own-values": {},
     "deepseek-experts": {"n_routed_experts": 16, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},

@@ -12,6 +12,8 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -126,6 +128,7 @@ GEMMA3: dict[str, Any] = {
         "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
     },
 }
+GEMMA2: dict[str, Any] = {**COMMON, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6, "attn_logit_softcapping": 3.0}
 SIGLIP = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
 }  # fmt: skip
@@ -164,6 +167,17 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=16)),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**GEMMA2)),
+    "gemma2-without-caps": (
+        Gemma2ForCausalLM,
+        Gemma2Config(
+            **{**GEMMA2, "attn_logit_softcapping": None},
+            final_logit_softcapping=None,
+            tie_word_embeddings=False,
+            attention_bias=True,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        ),
+    ),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA3)),
     "gemma3-untied-biases-softcap": (
         Gemma3ForCausalLM,
@@ -799,6 +813,7 @@ def write_config(folder: Path, **changes: object) -> Path:
         ),
         ({**GEMMA3_RAW, "use_bidirectional_attention": True}, "true, as in EmbeddingGemma; only causal attention is supported"),
         ({**GEMMA3_RAW, "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}, "only causal attention is supported"),
+        ({**GEMMA3_RAW, "architectures": ["Gemma2ForCausalLM"], "rope_parameters": None, "sliding_window": None}, "sliding_window is null"),
         ({**GEMMA3_RAW, "hidden_activation": "silu"}, "only 'gelu_pytorch_tanh' is supported"),
         ({**GEMMA3_RAW, "sliding_window": None}, "sliding_window is null; it must be a positive integer"),
         ({**GEMMA3_RAW, "rope_parameters": {"rope_theta": 1e6}}, "rope_parameters must hold full_attention or sliding_attention"),

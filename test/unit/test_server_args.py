@@ -905,6 +905,14 @@ def test_nvcc_is_found_where_flashinfer_looks(tmp_path: Path, monkeypatch: pytes
     assert not probe().nvcc
 
 
+def test_a_model_with_a_soft_cap_gets_a_backend_that_has_it() -> None:
+    capped = replace(LLAMA, softcap=True)
+    assert resolve(args(), HOPPER, capped).device.attention_backend == "torch_native"
+    assert resolve(args(), AMPERE, capped).device.attention_backend == "flashinfer"
+    with pytest.raises(ConfigError, match="fa3 is not possible: its kernels do not support a soft cap of attention scores"):
+        resolve(args(attention_backend="fa3"), HOPPER, capped)
+
+
 def test_a_model_with_sinks_gets_a_backend_that_has_them() -> None:
     sinks = replace(LLAMA, sinks=True)
     assert resolve(args(), HOPPER, sinks).device.attention_backend == "fa3"

@@ -101,6 +101,7 @@ def slow_attention(q: torch.Tensor, world: World, layer: AttentionSpec, batch: F
             for head in range(layer.num_q_heads):
                 k, v = k_flat[slots[keys], head // group], v_flat[slots[keys], head // group]
                 scores = k @ q[token, head] * layer.scale
+                scores = layer.softcap * (scores / layer.softcap).tanh() if layer.softcap else scores
                 weights = scores.exp()
                 total = weights.sum() + (0.0 if sinks is None else sinks[head].exp())
                 out[token, head] = weights @ v / total
@@ -245,6 +246,17 @@ SINKS = torch.linspace(-2.0, 2.0, H)
 def test_sinks_follow_the_formula(width: int) -> None:
     rng = np.random.default_rng(4)
     layers = tuple(AttentionSpec(i, H, GQA, HEAD**-0.5, window, SINKS) for i, window in enumerate((-1, 3)))
+    world = World.make(rng, 4, layers=layers)
+    check(world, make_batch(ForwardMode.TARGET_VERIFY, [4, 1, 2], [width, 17, 30], [width] * 3, world.table, 5), rng)
+    check(world, make_batch(ForwardMode.EXTEND, [2, 5, 1], [7, 9, 20], [7, 3, 1], world.table), rng)
+    tree = make_batch(ForwardMode.TARGET_VERIFY, [1, 2], [20, 9], [width, width], world.table)
+    check(world, replace(tree, tree_mask=1 << torch.arange(width).repeat(2), tree_tail=width), rng)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_soft_cap_follows_the_formula(width: int) -> None:
+    rng = np.random.default_rng(4)
+    layers = tuple(AttentionSpec(i, H, GQA, 1.0, window, softcap=2.0) for i, window in enumerate((-1, 3)))
     world = World.make(rng, 4, layers=layers)
     check(world, make_batch(ForwardMode.TARGET_VERIFY, [4, 1, 2], [width, 17, 30], [width] * 3, world.table, 5), rng)
     check(world, make_batch(ForwardMode.EXTEND, [2, 5, 1], [7, 9, 20], [7, 3, 1], world.table), rng)

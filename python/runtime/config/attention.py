@@ -66,6 +66,8 @@ def _missing_software(name: AttentionName, machine: MachineFacts) -> str:
 
 
 def _missing_kernel(name: AttentionName, dtype: DType, model: ModelFacts | None) -> str:
-    needs = AttentionNeeds(dtype) if model is None else AttentionNeeds(dtype, key_dim=model.head_dim, sinks=model.sinks)
+    needs = AttentionNeeds(dtype)
+    if model is not None:
+        needs = AttentionNeeds(dtype, key_dim=model.head_dim, sinks=model.sinks, softcap=model.softcap)
     limit = unsupported(ATTENTION_CAPS[name], needs)
     return limit and f"its kernels do not support {limit}"

@@ -30,6 +30,7 @@ class AttentionCaps:
         tree_mask: whether tree masks are supported if every layer has full attention.
         cuda_graph: whether `forward` can be captured.
         sinks: whether attention sinks are supported.
+        softcap: whether a soft cap of attention scores is supported.
         non_causal: whether layers are supported whose queries also see later keys.
         mixed_heads: whether layers may differ in heads, head dimension or scale.
         plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
@@ -52,6 +53,7 @@ class AttentionCaps:
     tree_mask: bool = True
     cuda_graph: bool = True
     sinks: bool = False
+    softcap: bool = False
     non_causal: bool = False
     mixed_heads: bool = False
     plan_on_device: bool = True
@@ -69,6 +71,7 @@ ATTENTION_CAPS: dict[AttentionName, AttentionCaps] = {
         kv_kinds=_BOTH,
         cuda_graph=False,
         sinks=True,
+        softcap=True,
         non_causal=True,
         mixed_heads=True,
         plan_on_device=False,
@@ -97,6 +100,7 @@ ATTENTION_CAPS: dict[AttentionName, AttentionCaps] = {
         head_dims=frozenset({64, 128, 256}),
         kv_kinds=_BOTH,
         latent_dims=_LATENT,
+        softcap=True,
         plan_on_device=False,
         self_check=True,
     ),
@@ -116,6 +120,7 @@ class AttentionNeeds:
         window: whether it has a sliding window.
         scaled: whether its KV is in 8 bits with scales.
         sinks: whether it has attention sinks.
+        softcap: whether its scores have a soft cap.
         causal: whether queries see no keys after their own.
     """
 
@@ -126,6 +131,7 @@ class AttentionNeeds:
     window: bool = False
     scaled: bool = False
     sinks: bool = False
+    softcap: bool = False
     causal: bool = True
 
 
@@ -144,4 +150,6 @@ def unsupported(caps: AttentionCaps, needs: AttentionNeeds) -> str:
         return "scaled KV caches"
     if needs.sinks and not caps.sinks:
         return "attention sinks"
+    if needs.softcap and not caps.softcap:
+        return "a soft cap of attention scores"
     return "" if needs.causal or caps.non_causal else "attention to later tokens"

@@ -21,6 +21,7 @@ class ModelFacts:
         dtype: dtype of the stored weights.
         max_context_len, head_dim: shape of the model.
         sinks: whether it has attention sinks.
+        softcap: whether its attention scores have a soft cap.
         sparse: whether it has routed experts.
         has_mtp: whether the checkpoint has a layer for multi-token prediction.
         embedded: whether it is the embedded model.
@@ -36,6 +37,7 @@ class ModelFacts:
     max_context_len: int
     head_dim: int
     sinks: bool = False
+    softcap: bool = False
     sparse: bool = False
     has_mtp: bool = False
     embedded: bool = False

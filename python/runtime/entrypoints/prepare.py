@@ -59,6 +59,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         max_context_len=model_config.max_context_len,
         head_dim=model_config.head_dim,
         sinks=model_config.sinks,
+        softcap=model_config.attn_softcap > 0,
         sparse=model_config.moe is not None,
         has_mtp=model_config.mtp is not None,
         embedded=source.is_embedded,

@@ -165,6 +165,7 @@ class ModelConfig:
         unrotated: layers without rotary embedding.
         v_norm: whether v is normed per head, without a weight.
         attn_scale: factor of attention scores; None for head_dim ** -0.5.
+        attn_softcap: c in score = c * tanh(score / c) of attention; 0 for none.
         embed_scale: factor applied to the embeddings, rounded to the model's dtype.
         final_softcap: c in logits = c * tanh(logits / c); 0 for none.
         norm_offset: added to the weights of all norms as they are loaded.
@@ -211,6 +212,7 @@ class ModelConfig:
     unrotated: tuple[int, ...] = ()
     v_norm: bool = False
     attn_scale: float | None = None
+    attn_softcap: float = 0.0
     embed_scale: float = 1.0
     final_softcap: float = 0.0
     norm_offset: float = 0.0

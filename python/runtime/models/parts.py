@@ -93,7 +93,7 @@ class ModelParts:
         scale = c.attn_scale or c.head_dim**-0.5
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
         split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv, kv_scales)
-        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks, causal, kv_scales, split)
+        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks, causal, kv_scales, split, c.attn_softcap)
         row_norms = self.row_norms(prefix, query, key) if c.qk_row_norm else None
         return Attention(spec, qkv, o, self.context.ops, row_norms)
 

@@ -16,6 +16,7 @@ from runtime.model_files.checkpoint_folder import tensor_places
 from runtime.model_files.tied_head import HEAD, has_own_head
 from runtime.models import (
     deepseek,
+    gemma2,
     gemma3,
     gemma4,
     glm4_lite,
@@ -86,6 +87,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": qwen2_moe,
     "MixtralForCausalLM": mixtral,
     "MiniMaxM2ForCausalLM": minimax_m2,
+    "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3,
     "Gemma4ForCausalLM": gemma4,

@@ -32,6 +32,7 @@ class AttentionSpec:
         sinks: [H] of any float dtype, one extra score per head that is part of the softmax and has no value; or None.
         kv_scales: float32 [2], factors of stored keys and values; only if `kv.scaled`.
         heads: how a row of the qkv projection becomes heads; None for latent attention.
+        softcap: c in scores = c * tanh(scores / c), before the mask; 0 for none. All layers of a model have the same.
     """
 
     layer_id: int
@@ -43,6 +44,7 @@ class AttentionSpec:
     causal: bool = True
     kv_scales: torch.Tensor | None = None
     heads: RotaryHeads | None = None
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

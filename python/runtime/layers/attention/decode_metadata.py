@@ -57,14 +57,17 @@ class FixedLengths:
         return self.seq_lens(batch, pass_index) if self.prefix is None else self.prefix
 
 
-def first_tail(batch: ForwardBatch, windows: Sequence[int], backend: str) -> int:
+def first_tail(batch: ForwardBatch, windows: Sequence[int], backend: str, softcap: float = 0.0) -> int:
     """The tree tail of a batch's first pass; 0 for causal passes.
 
     Raises:
-        ConfigError: the model has sliding windows; each branch of a tree would need its own window over the prefix.
+        ConfigError: the model has sliding windows, and each branch of a tree would need its own window over the prefix; or its scores
+            have a soft cap, which the kernel for the tail does not compute.
     """
     if batch.tree_mask is None:
         return 0
+    if softcap:
+        raise ConfigError(f"Draft trees are not possible with {backend} and a soft cap of scores. Use --speculative-eagle-topk 1.")
     if tuple(windows) != (-1,):
         raise ConfigError(f"Draft trees need full attention in every layer with {backend}. Use --speculative-eagle-topk 1.")
     return batch.tree_tail

@@ -72,8 +72,9 @@ class FlashInferAttention(AttentionBackend):
         self._device = kv_pool.k[0].device
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._layout = PrefillLayout(
-            shape.num_q_heads, shape.num_kv_heads, shape.head_dim, page_table.page_size, shape.layers[0].scale, kv_pool.k[0].dtype
-        )
+            shape.num_q_heads, shape.num_kv_heads, shape.head_dim, page_table.page_size, shape.layers[0].scale, shape.layers[0].softcap,
+            kv_pool.k[0].dtype,
+        )  # fmt: skip
         # Allocated for the widest pass at once: wrappers keep a reference, so a larger one later would exist in addition.
         widest = (shape.max_batch_size, shape.max_tokens_per_req), (1, max(shape.max_prompt, LARGEST_TILE))
         partial_bytes = max(self._partial_bytes(*size) for size in widest)
@@ -135,7 +136,7 @@ class FlashInferAttention(AttentionBackend):
             prefill.plan(qo_indptr, kv_indptr, indices[:total], last_page_len, self._eager_pinned)
 
     def _plan_fixed(self, batch: ForwardBatch, num_passes: int) -> _FixedPlan:
-        tail = first_tail(batch, self._shape.windows, "flashinfer")
+        tail = first_tail(batch, self._shape.windows, "flashinfer", self._layout.softcap)
         key = (batch.batch_size, batch.tokens_per_req, num_passes, tail)
         plan = self._fixed.get(key)
         if plan is None:

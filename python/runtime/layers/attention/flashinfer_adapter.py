@@ -43,13 +43,14 @@ def offsets(counts: np.ndarray) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLayout:
-    """The sizes that all passes of a backend share."""
+    """The sizes, and the scale and soft cap of scores (0 for none), that all passes of a backend share."""
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
     scale: float
+    softcap: float
     dtype: torch.dtype
 
 
@@ -144,7 +145,7 @@ def _plan(
     """Plan through the wrapper. `where`: query offsets, page offsets, pages, and keys on each last page."""
     wrapper.plan(
         *where, layout.num_q_heads, layout.num_kv_heads, layout.head_dim, layout.page_size, causal=causal, sm_scale=layout.scale,
-        window_left=window, q_data_type=layout.dtype, kv_data_type=layout.dtype,
+        window_left=window, logits_soft_cap=layout.softcap, q_data_type=layout.dtype, kv_data_type=layout.dtype,
     )  # fmt: skip
 
 

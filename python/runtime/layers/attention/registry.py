@@ -94,5 +94,5 @@ def _needs(layer: AttentionSpec) -> AttentionNeeds:
     kv = layer.kv
     return AttentionNeeds(
         str(kv.dtype).removeprefix("torch."), kv.kind, kv.key_dim, kv.value_dim, layer.window >= 0, kv.scaled, layer.sinks is not None,
-        layer.causal,
+        layer.softcap > 0, layer.causal,
     )  # fmt: skip

@@ -64,7 +64,7 @@ class _Check:
     def worst(self) -> float:
         """The largest relative error of any token in any pass; NaN if a result is not finite."""
         passes = [self._fixed(lengths, tree=False) for lengths in LENGTHS]
-        if self._shape.windows == (-1,) and self._backend.caps.tree_mask:
+        if self._shape.windows == (-1,) and self._backend.caps.tree_mask and not self._shape.layers[0].softcap:
             passes += [self._fixed(lengths, tree=True) for lengths in LENGTHS]
         passes.append(self._ragged())
         return float(torch.stack([self._error(batch) for batch in passes]).max())

@@ -49,7 +49,7 @@ class TorchNativeAttention(AttentionBackend):
 
     Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; a pass over prompts or ragged
     windows has one segment per run of equal widths of at most `MAX_WINDOW`. If lengths are `uneven`, each request has a separate segment.
-    On other devices than a CPU, layers with sinks use `explicit_attention`.
+    Layers with a soft cap, and on other devices than a CPU those with sinks, use `explicit_attention`.
     """
 
     caps = ATTENTION_CAPS["torch_native"]
@@ -145,7 +145,7 @@ class TorchNativeAttention(AttentionBackend):
         if layer.kv_scales is not None:
             k, v = (cache.to(q.dtype) * scale.to(q.dtype) for cache, scale in zip((k, v), layer.kv_scales, strict=True))
         queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).type_as(k)
-        if layer.sinks is not None and k.device.type != "cpu":
+        if layer.softcap or (layer.sinks is not None and k.device.type != "cpu"):
             mask = self._mask_for(segment, layer, batch, k.dtype, 1)[:, :, :width]
             out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2).flatten(2)
         elif layer.causal and layer.window in segment.unmasked:
@@ -235,7 +235,7 @@ def uneven(seq_lens: npt.NDArray[np.int32]) -> bool:
 
 
 def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
-    """Attention with sinks by its definition, in float32. Returns [B, H, q, value_dim].
+    """Attention with sinks or a soft cap by its definition, in float32. Returns [B, H, q, value_dim].
 
     Args:
         q: [B, H, q, key_dim].
@@ -245,6 +245,8 @@ def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     group = q.shape[1] // k.shape[1]
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (k, v))
     scores = q.float() @ keys.transpose(2, 3) * layer.scale
+    if layer.softcap:
+        scores = (scores / layer.softcap).tanh() * layer.softcap
     scores = scores + mask
     if layer.sinks is not None:
         scores = torch.cat([scores, layer.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=3)

@@ -117,6 +117,11 @@ MINISTRAL: Config = FEW | {
                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
     "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
 }  # fmt: skip
+GLM_4: Config = FEW | {
+    "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "head_dim": 128, "intermediate_size": 13696, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
 GEMMA_2: Config = FEW | {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "query_pre_attn_scalar": 256, "sliding_window": 128,
@@ -157,6 +162,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(SMOLLM3, "EAGLE3", _draft_of(SMOLLM3)),
     "seed-oss": Family(SEED_OSS, "EAGLE3", _draft_of(SEED_OSS)),
     "ministral-3": Family(MINISTRAL, "EAGLE3", _draft_of(MINISTRAL)),
+    "glm-4-0414": Family(GLM_4, "EAGLE3", _draft_of(GLM_4)),
     "gemma-2": Family(GEMMA_2, "EAGLE3", _draft_of(GEMMA_2), backends=("flashinfer",)),
     "gemma-3": Family(GEMMA_3, "EAGLE3", _draft_of(GEMMA_3)),
     "mimo": Family(MIMO, "MTP"),

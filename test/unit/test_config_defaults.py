@@ -44,6 +44,7 @@ LATENT: dict[str, Any] = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "rope_interleave": False,
 }  # fmt: skip
 KINDS = ["full_attention", *["sliding_attention"] * 6, "full_attention"]
+QUARTER = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("llama", {**ATTENTION, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -111,6 +112,8 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
         },
     ),
+    "GlmForCausalLM": ("glm", {**ATTENTION, "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": QUARTER}),
+    "Glm4ForCausalLM": ("glm4", {**ATTENTION, "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": QUARTER}),
     "MiMoForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
     "Phi3ForCausalLM": (
         "phi3",
@@ -304,6 +307,8 @@ DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "gemma4-own-values": {},
     "deepseek-experts": {"n_routed_experts": 16, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    "glm": {},
+    "glm4": {},
     "glm4-flash": {"routed_scaling_factor": 1.8, "num_experts_per_tok": 4},
     "glm4-moe-without-norms": {
         "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 2, "rope_parameters": None,

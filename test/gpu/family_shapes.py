@@ -122,6 +122,19 @@ GLM_4: Config = FEW | {
     "head_dim": 128, "intermediate_size": 13696, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
     "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
 }  # fmt: skip
+OLMO_3: Config = FEW | {
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "intermediate_size": 11008, "sliding_window": 128, "rope_theta": 500000, "rms_norm_eps": 1e-6, "max_position_embeddings": 65536,
+    "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "attention_factor": 1.2079441541679836},
+    "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+EXAONE_4: Config = FEW | {
+    "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "hidden_size": 5120, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 27392, "sliding_window": 128, "sliding_window_pattern": 4,
+    "rope_theta": 1000000, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False, "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
 GEMMA_2: Config = FEW | {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "query_pre_attn_scalar": 256, "sliding_window": 128,
@@ -163,6 +176,8 @@ FAMILIES: dict[str, Family] = {
     "seed-oss": Family(SEED_OSS, "EAGLE3", _draft_of(SEED_OSS)),
     "ministral-3": Family(MINISTRAL, "EAGLE3", _draft_of(MINISTRAL)),
     "glm-4-0414": Family(GLM_4, "EAGLE3", _draft_of(GLM_4)),
+    "olmo-3": Family(OLMO_3, "EAGLE3", _draft_of(OLMO_3)),
+    "exaone-4": Family(EXAONE_4, "EAGLE3", _draft_of(EXAONE_4)),
     "gemma-2": Family(GEMMA_2, "EAGLE3", _draft_of(GEMMA_2), backends=("flashinfer",)),
     "gemma-3": Family(GEMMA_3, "EAGLE3", _draft_of(GEMMA_3)),
     "mimo": Family(MIMO, "MTP"),

@@ -114,6 +114,23 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GlmForCausalLM": ("glm", {**ATTENTION, "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": QUARTER}),
     "Glm4ForCausalLM": ("glm4", {**ATTENTION, "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": QUARTER}),
+    "Olmo2ForCausalLM": (
+        "olmo2", {**DERIVED_HEADS, "num_attention_heads": 32, "attention_bias": True, "tie_word_embeddings": True, "pad_token_id": 0},
+    ),
+    "Olmo3ForCausalLM": (
+        "olmo3",
+        {
+            **DERIVED_HEADS, "num_attention_heads": 32, "attention_bias": True, "tie_word_embeddings": True, "pad_token_id": 0,
+            "sliding_window": 7, "layer_types": KINDS,
+        },
+    ),
+    "Exaone4ForCausalLM": (
+        "exaone4",
+        {
+            **DERIVED_HEADS, "num_attention_heads": 32, "tie_word_embeddings": True, "sliding_window": 7, "sliding_window_pattern": 3,
+            "layer_types": KINDS,
+        },
+    ),
     "MiMoForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
     "Phi3ForCausalLM": (
         "phi3",
@@ -139,7 +156,7 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
 """For each class, transformers' model type and a file in which as many fields as possible differ from their defaults."""
 WITHOUT_MEANING = {"kv_lora_rank", "v_head_dim", "n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace"}
 """Fields whose null transformers' classes take and its models cannot compute with."""
-NO_WINDOW = {"Gemma3ForCausalLM", "Gemma2ForCausalLM"}
+NO_WINDOW = {"Gemma3ForCausalLM", "Gemma2ForCausalLM", "Olmo3ForCausalLM"}
 """Classes of transformers whose models cannot compute with a `sliding_window` of null either."""
 
 
@@ -307,6 +324,8 @@ DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "gemma4-own-values": {},
     "deepseek-experts": {"n_routed_experts": 16, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    "olmo2": {"num_key_value_heads": 4},
+    "olmo3": {"num_key_value_heads": 4},
     "glm": {},
     "glm4": {},
     "glm4-flash": {"routed_scaling_factor": 1.8, "num_experts_per_tok": 4},

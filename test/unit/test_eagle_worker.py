@@ -187,6 +187,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True},
     "mistral": {"architecture": "MistralForCausalLM", "window": (11, 1)},
     "ministral3": {"architecture": "Ministral3ForCausalLM", "query_scaling": QueryScaling(0.5, 8)},
+    "olmo3": {"architecture": "Olmo3ForCausalLM", "window": (11, -1), "qk_row_norm": True},
     "gemma3": {
         "architecture": "Gemma3ForCausalLM",
         "window": (11, -1),

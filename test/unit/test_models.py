@@ -12,6 +12,8 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -46,6 +48,10 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -133,6 +139,10 @@ GEMMA3: dict[str, Any] = {
     },
 }
 GEMMA2: dict[str, Any] = {**COMMON, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6, "attn_logit_softcapping": 3.0}
+YARN_ON_FULL = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 10, "beta_fast": 4.0},
+}
 SIGLIP = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
 }  # fmt: skip
@@ -304,6 +314,26 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
             norm_topk_prob=False,
             rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
         ),
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config(**COMMON)),
+    "olmo2-tied-biases": (Olmo2ForCausalLM, Olmo2Config(**COMMON, tie_word_embeddings=True, attention_bias=True)),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        Olmo3Config(**COMMON, sliding_window=6, layer_types=["full_attention", "sliding_attention", "sliding_attention"]),
+    ),
+    "olmo3-yarn": (
+        Olmo3ForCausalLM,
+        Olmo3Config(
+            **COMMON,
+            sliding_window=6,
+            rope_parameters=YARN_ON_FULL,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+    "exaone4": (Exaone4ForCausalLM, Exaone4Config(**COMMON, head_dim=16, sliding_window=6, sliding_window_pattern=2)),
+    "exaone4-no-windows": (
+        Exaone4ForCausalLM,
+        Exaone4Config(**COMMON, sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True),
     ),
     "phi3": (Phi3ForCausalLM, Phi3Config(**COMMON, pad_token_id=0)),
     "phi3-window-longrope": (
@@ -831,6 +861,11 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({**GEMMA3_RAW, "use_bidirectional_attention": True}, "true, as in EmbeddingGemma; only causal attention is supported"),
         ({**GEMMA3_RAW, "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}, "only causal attention is supported"),
         ({**GEMMA3_RAW, "architectures": ["Gemma2ForCausalLM"], "rope_parameters": None, "sliding_window": None}, "sliding_window is null"),
+        ({**GEMMA3_RAW, "architectures": ["Olmo3ForCausalLM"], "sliding_window": None}, "sliding_window is null"),
+        (
+            {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 6, "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern is 'LLLG'; it must be a positive integer",
+        ),
         ({**GEMMA3_RAW, "hidden_activation": "silu"}, "only 'gelu_pytorch_tanh' is supported"),
         ({**GEMMA3_RAW, "sliding_window": None}, "sliding_window is null; it must be a positive integer"),
         ({**GEMMA3_RAW, "rope_parameters": {"rope_theta": 1e6}}, "rope_parameters must hold full_attention or sliding_attention"),

@@ -55,8 +55,8 @@ class AttentionLayer(Protocol[Rows]):
         """The first projection of the normed stream."""
         ...
 
-    def project_rows(self, x: torch.Tensor) -> Rows:
-        """The first projection of normed rows [T, in] in the model's dtype."""
+    def project_rows(self, x: torch.Tensor, in_prompt: bool = False) -> Rows:
+        """The first projection of rows [T, in] in the model's dtype. `in_prompt`: as in `Stream`."""
         ...
 
     def write_kv(self, qkv: Rows, context: PassContext) -> None:
@@ -95,8 +95,10 @@ class Attention(AttentionLayer[torch.Tensor]):
         """Weights that every token is multiplied by."""
         return self.qkv_proj.num_parameters + self.o_proj.num_parameters
 
-    def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
-        """Its GEMMs, in order; the output is not added to the stream if `next_norm` is None."""
+    def gemms(self, norm: RMSNorm | None, next_norm: RMSNorm | None) -> Iterator[Gemm]:
+        """Its GEMMs, in order; the rows of the first are not normed if `norm` is None, and the output is not added to the stream if
+        `next_norm` is None.
+        """
         yield Gemm("linear", self.qkv_proj, norm)
         yield Gemm("linear" if next_norm is None else "linear_add", self.o_proj, next_norm, after_attention=True)
 
@@ -104,9 +106,9 @@ class Attention(AttentionLayer[torch.Tensor]):
         """The qkv rows of the normed stream."""
         return self.ops.norm_linear(stream, norm, self.qkv_proj)
 
-    def project_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The qkv rows of normed rows [T, in] in the model's dtype."""
-        return self.ops.linear(x, self.qkv_proj)
+    def project_rows(self, x: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
+        """The qkv rows of rows [T, in] in the model's dtype. `in_prompt`: as in `Stream`."""
+        return self.ops.linear(x, self.qkv_proj, in_prompt)
 
     def write_kv(self, qkv: torch.Tensor, context: PassContext) -> None:
         """Write k and v to the pool."""

@@ -40,7 +40,7 @@ class DenseSparseMlp:
         """Number of weights used for each token."""
         return self.dense.active_parameters + self.sparse.active_parameters
 
-    def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
+    def gemms(self, norm: RMSNorm | None, next_norm: RMSNorm | None) -> Iterator[Gemm]:
         """The GEMMs of the dense MLP; the experts have separate kernels."""
         yield from self.dense.gemms(norm, next_norm)
 

@@ -96,9 +96,9 @@ class LatentAttention(AttentionLayer[LatentRows]):
         """The first projection of the normed stream."""
         return self.ops.project_latent(stream, norm, self.down_proj, self.heads.q_norm)
 
-    def project_rows(self, x: torch.Tensor) -> LatentRows:
-        """The first projection of normed rows [T, in] in the model's dtype."""
-        return LatentRows(self.ops.linear(x, self.down_proj))
+    def project_rows(self, x: torch.Tensor, in_prompt: bool = False) -> LatentRows:
+        """The first projection of rows [T, in] in the model's dtype. `in_prompt`: as in `Stream`."""
+        return LatentRows(self.ops.linear(x, self.down_proj, in_prompt))
 
     def write_kv(self, qkv: LatentRows, context: PassContext) -> None:
         """Write the latent rows to the pool."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from runtime.layers.activation import Activation
+from runtime.layers.activation import Activation, gated
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
@@ -51,9 +51,9 @@ class GatedMlp:
         """The number of all its weights."""
         return self.gate_up_proj.num_parameters + self.down_proj.num_parameters
 
-    def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
-        """Gate and up, then down, which is not added to the stream if `next_norm` is None."""
-        yield Gemm("gate_up", self.gate_up_proj, norm, self._activation)
+    def gemms(self, norm: RMSNorm | None, next_norm: RMSNorm | None) -> Iterator[Gemm]:
+        """Gate and up, then down, which is not added to the stream if `next_norm` is None. `norm`: None for `output_of_rows`."""
+        yield Gemm("linear", self.gate_up_proj, None) if norm is None else Gemm("gate_up", self.gate_up_proj, norm, self._activation)
         yield Gemm("linear", self.down_proj, None) if next_norm is None else Gemm("linear_add", self.down_proj, next_norm)
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
@@ -65,3 +65,8 @@ class GatedMlp:
         """`mlp(norm(stream))`, [T, hidden] in the model's dtype."""
         gated = self._ops.norm_gate_up(stream, norm, self.gate_up_proj, self._activation)
         return self.down_proj.reduce(self._ops.linear(self.down_proj.own_columns(gated), self.down_proj, stream.in_prompt))
+
+    def output_of_rows(self, x: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
+        """`mlp(x)` of rows [T, hidden] in the model's dtype, in that dtype. `in_prompt`: as in `Stream`."""
+        rows = gated(self._activation, self._ops.linear(x, self.gate_up_proj, in_prompt))
+        return self.down_proj.reduce(self._ops.linear(self.down_proj.own_columns(rows), self.down_proj, in_prompt))

@@ -76,14 +76,15 @@ class SandwichBlock:
     `h += attn_out_norm(attention(attn_norm(h))); h = (h + mlp_out_norm(mlp(mlp_norm(h)))) * factor`.
 
     Attributes:
+        attn_norm, mlp_norm: None where the input is not normed.
         factor: [1] in the model's dtype; None for 1.
     """
 
     attention: Attention
     mlp: GatedMlp | DenseSparseMlp
-    attn_norm: RMSNorm
+    attn_norm: RMSNorm | None
     attn_out_norm: RMSNorm
-    mlp_norm: RMSNorm
+    mlp_norm: RMSNorm | None
     mlp_out_norm: RMSNorm
     factor: torch.Tensor | None
     ops: BlockOps
@@ -102,12 +103,22 @@ class SandwichBlock:
         self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None, *, wanted: torch.Tensor | None = None
     ) -> Stream:
         """The residual stream after the block, perhaps in the same storage. `next_norm` and `wanted`: as for `Block`."""
-        attended, stream = _attend(self.attention, self.attention.project(stream, self.attn_norm), stream, context, wanted)
+        attention, dtype = self.attention, self.attn_out_norm.weight.dtype
+        if self.attn_norm is None:
+            qkv = attention.project_rows(stream.h.to(dtype), stream.in_prompt)
+        else:
+            qkv = attention.project(stream, self.attn_norm)
+        attended, stream = _attend(attention, qkv, stream, context, wanted)
         if attended is None:
             return stream
-        output = self.attention.output(attended, stream.in_prompt)
+        output = attention.output(attended, stream.in_prompt)
         stream = self.ops.add_normed(output, self.attn_out_norm, stream, self.mlp_norm)
-        return self.ops.add_normed(self.mlp.output(stream, self.mlp_norm), self.mlp_out_norm, stream, next_norm, self.factor)
+        if self.mlp_norm is None:
+            assert isinstance(self.mlp, GatedMlp), "only a dense MLP reads rows"
+            output = self.mlp.output_of_rows(stream.h.to(dtype), stream.in_prompt)
+        else:
+            output = self.mlp.output(stream, self.mlp_norm)
+        return self.ops.add_normed(output, self.mlp_out_norm, stream, next_norm, self.factor)
 
 
 def _attend(

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from runtime.models import gemma_parts
-from runtime.models.config import FullAttention, ModelConfig
+from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import OUTER_FIELDS, sliding_windows
-from runtime.models.rope_fields import rope_of_kind
+from runtime.models.rope_fields import rope_of_kind, with_full_rope
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import SandwichBlock
@@ -41,12 +41,9 @@ def parse(fields: ConfigFields) -> ModelConfig:
         raise text.error("sliding_window is null; it must be a positive integer")
     local = rope_of_kind(text, "sliding_attention", text.number("rope_local_base_freq", 1e4))
     full = rope_of_kind(text, "full_attention", text.number("rope_theta", 1e6))
-    model = replace(gemma_parts.gemma_config(text, window, local), qk_norm=True)
     return replace(
-        model,
-        full_attention=FullAttention(
-            num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, rope_theta=full.theta, rope_scaling=full.scaling, shared_kv=False
-        ),
+        with_full_rope(gemma_parts.gemma_config(text, window, local), full),
+        qk_norm=True,
         tie_embeddings=fields.flag("tie_word_embeddings"),  # that of `text_config` is not read
         weight_prefix=PREFIX if multimodal else "model.",
         head_prefix="language_model." if multimodal else "",

@@ -174,12 +174,19 @@ class ModelParts:
         return Block(attention, mlp, attn_norm, self.norm(prefix + "post_attention_layernorm.weight"))
 
     def sandwich_block(
-        self, prefix: str, attention: Attention, mlp: GatedMlp | DenseSparseMlp, norms: Sequence[str], factor: torch.Tensor | None = None
+        self,
+        prefix: str,
+        attention: Attention,
+        mlp: GatedMlp | DenseSparseMlp,
+        norms: Sequence[str | None],
+        factor: torch.Tensor | None = None,
     ) -> SandwichBlock:
         """The block of this attention and MLP, whose norms before and after attention, then before and after the MLP, are named
-        `prefix` + `norms` + "_layernorm". `factor`: as for `SandwichBlock`.
+        `prefix` + `norms` + "_layernorm"; None where there is no norm. `factor`: as for `SandwichBlock`.
         """
-        before, behind, mlp_before, mlp_behind = (self.norm(f"{prefix}{name}_layernorm.weight") for name in norms)
+        before, behind, mlp_before, mlp_behind = (self.norm(f"{prefix}{name}_layernorm.weight") if name else None for name in norms)
+        assert behind is not None, "attention has a norm behind it"
+        assert mlp_behind is not None, "the MLP has a norm behind it"
         return SandwichBlock(attention, mlp, before, behind, mlp_before, mlp_behind, factor, self.context.ops)
 
 

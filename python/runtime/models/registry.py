@@ -16,6 +16,7 @@ from runtime.model_files.checkpoint_folder import tensor_places
 from runtime.model_files.tied_head import HEAD, has_own_head
 from runtime.models import (
     deepseek,
+    exaone4,
     gemma2,
     gemma3,
     gemma4,
@@ -31,6 +32,8 @@ from runtime.models import (
     mistral,
     mistral3,
     mixtral,
+    olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen2_moe,
@@ -101,6 +104,9 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": glm4_lite,
     "Glm4MoeForCausalLM": glm4_moe,
     "MiMoForCausalLM": mimo,
+    "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
+    "Exaone4ForCausalLM": exaone4,
     "Phi3ForCausalLM": phi3,
     "SmolLM3ForCausalLM": smollm3,
     "SeedOssForCausalLM": seed_oss,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from runtime.models.config import RopeScaling
+from runtime.models.config import FullAttention, ModelConfig, RopeScaling
 from runtime.models.config_fields import MAX_SIZE, ConfigFields
 
 DEFAULT_THETA = 10000.0
@@ -104,12 +104,22 @@ def rope_of_kind(fields: ConfigFields, kind: str, theta: float) -> RopeFields:
     return replace(read_rope(fields, chosen), max_context_len=fields.positive("max_position_embeddings"))
 
 
+def with_full_rope(config: ModelConfig, rope: RopeFields) -> ModelConfig:
+    """`config`, with this rotary embedding in the layers with full attention, if it differs from that of the others."""
+    if (rope.theta, rope.scaling) == (config.rope_theta, config.rope_scaling):
+        return config
+    full = FullAttention(
+        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, rope_theta=rope.theta, rope_scaling=rope.scaling, shared_kv=False
+    )
+    return replace(config, full_attention=full)
+
+
 def rope_object(fields: ConfigFields) -> ConfigFields:
     """The object with the parameters of all layers."""
     name = "rope_scaling" if fields.get("rope_scaling", {}) else "rope_parameters"
     chosen = fields.mapping(name)
     if chosen.given("full_attention") or chosen.given("sliding_attention"):
-        raise fields.error(f"{name} differs between layers; only for Gemma 4 and Gemma 3 is this supported")
+        raise fields.error(f"{name} differs between layers; only for Gemma 4, Gemma 3 and OLMo 3 is this supported")
     return chosen
 
 

@@ -135,6 +135,12 @@ EXAONE_4: Config = FEW | {
     "rope_theta": 1000000, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False, "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+GRANITE: Config = FEW | {
+    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 12800, "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125,
+    "residual_multiplier": 0.22, "logits_scaling": 16.0, "rope_theta": 10000000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
 GEMMA_2: Config = FEW | {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "query_pre_attn_scalar": 256, "sliding_window": 128,
@@ -178,6 +184,7 @@ FAMILIES: dict[str, Family] = {
     "glm-4-0414": Family(GLM_4, "EAGLE3", _draft_of(GLM_4)),
     "olmo-3": Family(OLMO_3, "EAGLE3", _draft_of(OLMO_3)),
     "exaone-4": Family(EXAONE_4, "EAGLE3", _draft_of(EXAONE_4)),
+    "granite": Family(GRANITE, "EAGLE3", _draft_of(GRANITE)),
     "gemma-2": Family(GEMMA_2, "EAGLE3", _draft_of(GEMMA_2), backends=("flashinfer",)),
     "gemma-3": Family(GEMMA_3, "EAGLE3", _draft_of(GEMMA_3)),
     "mimo": Family(MIMO, "MTP"),

@@ -131,6 +131,14 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": KINDS,
         },
     ),
+    "GraniteForCausalLM": (
+        "granite",
+        {
+            **ATTENTION, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 3.0,
+        },
+    ),
+    "Ernie4_5ForCausalLM": ("ernie4_5", {**ATTENTION, "use_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4}),
     "MiMoForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
     "Phi3ForCausalLM": (
         "phi3",
@@ -326,6 +334,8 @@ DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "deepseek-experts": {"n_routed_experts": 16, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
     "olmo2": {"num_key_value_heads": 4},
     "olmo3": {"num_key_value_heads": 4},
+    "granite": {"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
+    "ernie4.5": {},
     "glm": {},
     "glm4": {},
     "glm4-flash": {"routed_scaling_factor": 1.8, "num_experts_per_tok": 4},

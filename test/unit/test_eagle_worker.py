@@ -188,6 +188,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"architecture": "MistralForCausalLM", "window": (11, 1)},
     "ministral3": {"architecture": "Ministral3ForCausalLM", "query_scaling": QueryScaling(0.5, 8)},
     "olmo3": {"architecture": "Olmo3ForCausalLM", "window": (11, -1), "qk_row_norm": True},
+    "granite": {"architecture": "GraniteForCausalLM", "embed_scale": 12.0, "residual_scale": 0.22, "logit_scale": 0.5},
     "gemma3": {
         "architecture": "Gemma3ForCausalLM",
         "window": (11, -1),

@@ -12,6 +12,8 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
     Gemma2Config,
@@ -34,6 +36,8 @@ from transformers import (
     GlmForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -143,6 +147,9 @@ YARN_ON_FULL = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 10, "beta_fast": 4.0},
 }
+GRANITE = {
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 3.0, "rms_norm_eps": 0.01,
+}  # fmt: skip
 SIGLIP = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
 }  # fmt: skip
@@ -335,6 +342,15 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Exaone4ForCausalLM,
         Exaone4Config(**COMMON, sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True),
     ),
+    "granite": (GraniteForCausalLM, GraniteConfig(**COMMON, **GRANITE)),
+    "granite-tied-biases": (
+        GraniteForCausalLM,
+        GraniteConfig(
+            **COMMON, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, residual_multiplier=2.5, attention_multiplier=0.2
+        ),
+    ),
+    "ernie4.5": (Ernie4_5ForCausalLM, Ernie4_5Config(**COMMON, head_dim=16)),
+    "ernie4.5-biases": (Ernie4_5ForCausalLM, Ernie4_5Config(**COMMON, head_dim=32, use_bias=True, tie_word_embeddings=False)),
     "phi3": (Phi3ForCausalLM, Phi3Config(**COMMON, pad_token_id=0)),
     "phi3-window-longrope": (
         Phi3ForCausalLM,
@@ -668,7 +684,7 @@ def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -
             mlp.router.weight.zero_()  # else rounding would change the choice of some experts
     with torch.inference_mode():
         hidden = Runner(exact, 16).hidden(checkpoint.ids, 0, EXTEND)[0]
-        expected = hidden @ Int8().dequantize(quantized.lm_head.storage, torch.float32).T
+        expected = hidden @ Int8().dequantize(quantized.lm_head.storage, torch.float32).T * exact.config.logit_scale
     logits = Runner(quantized, 16).in_pieces(checkpoint.ids, PIECES["decode"])
     difference = (logits - expected).norm() / expected.norm()
     assert difference < 0.05, "bfloat16 inputs are all that separates the two"
@@ -861,6 +877,7 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({**GEMMA3_RAW, "use_bidirectional_attention": True}, "true, as in EmbeddingGemma; only causal attention is supported"),
         ({**GEMMA3_RAW, "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}, "only causal attention is supported"),
         ({**GEMMA3_RAW, "architectures": ["Gemma2ForCausalLM"], "rope_parameters": None, "sliding_window": None}, "sliding_window is null"),
+        ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0}, "residual_multiplier is 0; it must be a positive number"),
         ({**GEMMA3_RAW, "architectures": ["Olmo3ForCausalLM"], "sliding_window": None}, "sliding_window is null"),
         (
             {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 6, "sliding_window_pattern": "LLLG"},

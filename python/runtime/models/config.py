@@ -167,6 +167,9 @@ class ModelConfig:
         attn_scale: factor of attention scores; None for head_dim ** -0.5.
         attn_softcap: c in score = c * tanh(score / c) of attention; 0 for none.
         embed_scale: factor applied to the embeddings, rounded to the model's dtype.
+        residual_scale: factor of what attention and MLP add to the residual stream, in models without norms behind them. The stream is kept
+            divided by it, so that nothing is rounded: the embeddings are divided too, and `rms_eps` of the stream's norms by its square.
+        logit_scale: factor of the logits.
         final_softcap: c in logits = c * tanh(logits / c); 0 for none.
         norm_offset: added to the weights of all norms as they are loaded.
         weight_prefix: of the names of the decoder's tensors.
@@ -214,6 +217,8 @@ class ModelConfig:
     attn_scale: float | None = None
     attn_softcap: float = 0.0
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     final_softcap: float = 0.0
     norm_offset: float = 0.0
     weight_prefix: str = "model."

@@ -76,7 +76,7 @@ class DecoderModel:
         self.sparse_mlps = parts.sparse_mlps
         embedding = config.weight_prefix + "embed_tokens"
         self.embed = parts.weights.tensor(embedding + ".weight", (config.vocab_size, config.hidden_size))
-        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=context.dtype))
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=context.dtype)) / config.residual_scale
         self.layers = [block(parts, f"{config.weight_prefix}layers.{i}.", i) for i in range(config.num_layers)]
         self.final_norm = parts.norm(config.weight_prefix + "norm.weight")
         if config.tie_embeddings:
@@ -158,11 +158,11 @@ class DecoderModel:
         aux = []
         for i, layer in enumerate(self.layers[first:], first):
             if i in aux_layers:
-                aux.append(stream.h.to(self.dtype, copy=True))
+                aux.append(self._state(stream.h))
             last = i + 1 == len(self.layers)
             stream = layer.forward(stream, context, None if last else self.layers[i + 1].attn_norm, wanted=wanted if last else None)
         if len(self.layers) in aux_layers:
-            aux.append(stream.h.to(self.dtype, copy=True))
+            aux.append(self._state(stream.h))
         hidden = self.context.ops.norm(stream.h, self.final_norm, self.dtype)
         return States(hidden, torch.cat(aux, dim=1) if aux else None)
 
@@ -198,7 +198,13 @@ class DecoderModel:
         else:
             greedy_by_copy(self.context.ops, hidden, self.bounded_head, tokens, agreement)
 
+    def _state(self, h: torch.Tensor) -> torch.Tensor:
+        """A copy of the stream float32 [T, hidden] in the model's dtype, as drafters read it."""
+        scale = self.config.residual_scale
+        return h.to(self.dtype, copy=True) if scale == 1.0 else (h * scale).to(self.dtype)
+
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the model's soft cap, if it has one, to float32 logits in place; their order does not change."""
-        cap = self.config.final_softcap
+        """Apply the model's factor and soft cap, if it has them, to float32 logits in place; their order does not change."""
+        cap, scale = self.config.final_softcap, self.config.logit_scale
+        logits = logits if scale == 1.0 else logits.mul_(scale)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits

@@ -65,9 +65,10 @@ class ModelParts:
         return self._others[config]
 
     def norm(self, name: str, width: int | None = None) -> RMSNorm:
-        """The norm whose weight is tensor `name`, over the hidden size or `width`."""
+        """The norm whose weight is tensor `name`: of the residual stream, or over `width` columns."""
         c = self.config
-        return RMSNorm(self.weights.tensor(name, (width or c.hidden_size,), offset=c.norm_offset), c.rms_eps)
+        eps = c.rms_eps if width is not None else c.rms_eps / c.residual_scale**2
+        return RMSNorm(self.weights.tensor(name, (width or c.hidden_size,), offset=c.norm_offset), eps)
 
     def attention(self, prefix: str, layer_id: int, in_features: int | None = None, causal: bool = True, fused: bool = False) -> Attention:
         """The attention layer of tensors `prefix`*, whose qkv projection reads rows of the hidden size or of `in_features`.

@@ -16,6 +16,7 @@ from runtime.model_files.checkpoint_folder import tensor_places
 from runtime.model_files.tied_head import HEAD, has_own_head
 from runtime.models import (
     deepseek,
+    ernie4_5,
     exaone4,
     gemma2,
     gemma3,
@@ -25,6 +26,7 @@ from runtime.models import (
     glm4_lite,
     glm4_moe,
     gpt_oss,
+    granite,
     llama,
     mimo,
     minimax_m2,
@@ -107,6 +109,8 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
     "Exaone4ForCausalLM": exaone4,
+    "GraniteForCausalLM": granite,
+    "Ernie4_5ForCausalLM": ernie4_5,
     "Phi3ForCausalLM": phi3,
     "SmolLM3ForCausalLM": smollm3,
     "SeedOssForCausalLM": seed_oss,

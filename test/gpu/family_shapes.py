@@ -141,6 +141,12 @@ GRANITE: Config = FEW | {
     "residual_multiplier": 0.22, "logits_scaling": 16.0, "rope_theta": 10000000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
     "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16",
 }  # fmt: skip
+HUNYUAN: Config = FEW | {
+    "architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense", "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768,
+    "rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1},
+    "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
 GEMMA_2: Config = FEW | {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "query_pre_attn_scalar": 256, "sliding_window": 128,
@@ -185,6 +191,7 @@ FAMILIES: dict[str, Family] = {
     "olmo-3": Family(OLMO_3, "EAGLE3", _draft_of(OLMO_3)),
     "exaone-4": Family(EXAONE_4, "EAGLE3", _draft_of(EXAONE_4)),
     "granite": Family(GRANITE, "EAGLE3", _draft_of(GRANITE)),
+    "hunyuan": Family(HUNYUAN, "EAGLE3", _draft_of(HUNYUAN)),
     "gemma-2": Family(GEMMA_2, "EAGLE3", _draft_of(GEMMA_2), backends=("flashinfer",)),
     "gemma-3": Family(GEMMA_3, "EAGLE3", _draft_of(GEMMA_3)),
     "mimo": Family(MIMO, "MTP"),

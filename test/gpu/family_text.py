@@ -31,7 +31,8 @@ COMMON: dict[str, Any] = {
 """Use 16-bit activations in all passes: with e4m3 experts, activations of windows of more than 64 tokens would be rounded to e4m3, but not
 those of a decode step."""
 TAME = {
-    "q_norm": 0.15, r"\.experts\.\d+\.(down_proj|w2)": 0.05, "down_proj|w2": 0.2, "o_proj": 0.5, "post_feedforward_layernorm_2": 0.1,
+    "q_norm|query_layernorm": 0.15, r"\.experts\.\d+\.(down_proj|w2)": 0.05, "down_proj|w2": 0.2, "o_proj": 0.5,
+    "post_feedforward_layernorm_2": 0.1,
 }  # fmt: skip
 """Factors of weights by name pattern; the first match counts. The last one is for the norm after Gemma 4's experts. With weights of equal
 magnitude, heads with normed queries would attend to one token only, and a change of experts by rounding would change the whole answer: the

@@ -139,6 +139,13 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Ernie4_5ForCausalLM": ("ernie4_5", {**ATTENTION, "use_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4}),
+    "HunYuanDenseV1ForCausalLM": (
+        "hunyuan_v1_dense",
+        {
+            **ATTENTION, "attention_bias": True, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0},
+        },
+    ),
     "MiMoForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
     "Phi3ForCausalLM": (
         "phi3",
@@ -336,6 +343,7 @@ DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "olmo3": {"num_key_value_heads": 4},
     "granite": {"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
     "ernie4.5": {},
+    "hunyuan": {"num_key_value_heads": 4},
     "glm": {},
     "glm4": {},
     "glm4-flash": {"routed_scaling_factor": 1.8, "num_experts_per_tok": 4},

@@ -189,6 +189,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {"architecture": "Ministral3ForCausalLM", "query_scaling": QueryScaling(0.5, 8)},
     "olmo3": {"architecture": "Olmo3ForCausalLM", "window": (11, -1), "qk_row_norm": True},
     "granite": {"architecture": "GraniteForCausalLM", "embed_scale": 12.0, "residual_scale": 0.22, "logit_scale": 0.5},
+    "hunyuan": {"architecture": "HunYuanDenseV1ForCausalLM", "qk_norm": True, "norm_after_rope": True},
     "gemma3": {
         "architecture": "Gemma3ForCausalLM",
         "window": (11, -1),

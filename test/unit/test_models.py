@@ -38,6 +38,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -351,6 +353,17 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     ),
     "ernie4.5": (Ernie4_5ForCausalLM, Ernie4_5Config(**COMMON, head_dim=16)),
     "ernie4.5-biases": (Ernie4_5ForCausalLM, Ernie4_5Config(**COMMON, head_dim=32, use_bias=True, tie_word_embeddings=False)),
+    "hunyuan": (HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config(**COMMON, head_dim=16)),
+    "hunyuan-alpha": (
+        HunYuanDenseV1ForCausalLM,
+        HunYuanDenseV1Config(
+            **COMMON,
+            head_dim=32,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0},
+        ),
+    ),
     "phi3": (Phi3ForCausalLM, Phi3Config(**COMMON, pad_token_id=0)),
     "phi3-window-longrope": (
         Phi3ForCausalLM,

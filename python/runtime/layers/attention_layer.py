@@ -13,6 +13,7 @@ from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
+from runtime.layers.rope import Rope
 from runtime.layers.row_norms import RowNorms
 
 Rows = TypeVar("Rows")
@@ -82,12 +83,22 @@ class Attention(AttentionLayer[torch.Tensor]):
         kernel_launches: approximate number per eager pass: norm, qkv, rotary and KV write, attention, output.
     """
 
-    def __init__(self, spec: AttentionSpec, qkv_proj: Linear, o_proj: Linear, ops: BlockOps, row_norms: RowNorms | None = None) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        ops: BlockOps,
+        row_norms: RowNorms | None = None,
+        early_rope: Rope | None = None,
+    ) -> None:
+        """`early_rope`: rotates q and k before the norms of `spec.heads`, whose own table then rotates nothing."""
         assert spec.heads is not None, "attention per head needs heads"
         scaled = spec.heads.rope.query_scales is not None
         assert not scaled or spec.heads.q_norm is None, "a norm per head would undo the scale of the queries"
-        self._row_norms = row_norms
-        self.kernel_launches = 5 + (0 if row_norms is None else row_norms.kernel_launches) + scaled
+        assert early_rope is None or early_rope.dim == spec.heads.head_dim, "whole heads are rotated before their norms"
+        self._row_norms, self._early_rope = row_norms, early_rope
+        self.kernel_launches = 5 + (0 if row_norms is None else row_norms.kernel_launches) + scaled + (early_rope is not None)
         self.spec, self.heads, self.qkv_proj, self.o_proj, self.ops = spec, spec.heads, qkv_proj, o_proj, ops
 
     @property
@@ -124,7 +135,12 @@ class Attention(AttentionLayer[torch.Tensor]):
         return context.backend.forward(q, self.spec, context.batch)
 
     def _prepared(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """The qkv rows with q and k normed over all heads and queries scaled by position, if the model does so; in the same storage."""
+        """The qkv rows with q and k normed over all heads or rotated before their norms, and queries scaled by position, if the model does
+        so; in the same storage.
+        """
+        if self._early_rope is not None:
+            rotated = qkv.unflatten(1, (-1, self.heads.head_dim))[:, : self.heads.num_q_heads + self.heads.num_kv_heads]
+            self.ops.rotate(rotated, self._early_rope, context.batch.positions, rotated)
         if self._row_norms is not None:
             qkv = self.ops.norm_rows(qkv, self._row_norms)
         scales = context.query_scales(self.heads.rope)

@@ -41,6 +41,10 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
 
 
+UNROTATED = RopeScaling("proportional", 1.0, rotated=0.0)
+"""The scaling by which no entry is rotated."""
+
+
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
     """Growth of queries with their position, as in Llama 4: the factor 1 + beta * log(1 + floor(position / length))."""
@@ -149,6 +153,7 @@ class ModelConfig:
         dtype: of the checkpoint.
         qkv_bias, o_bias, mlp_bias: whether those projections have biases.
         qk_norm: whether q and k are normed per head.
+        norm_after_rope: whether norms of q and k per head come after the rotary embedding.
         qk_row_norm: whether q and k are normed over all heads at once.
         sinks: whether each query head has an attention sink.
         rotary_dim: leading entries of a head that are rotated; None for all.
@@ -199,6 +204,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_after_rope: bool = False
     qk_row_norm: bool = False
     sinks: bool = False
     rotary_dim: int | None = None
@@ -229,7 +235,7 @@ class ModelConfig:
     def of_layer(self, layer: int) -> ModelConfig:
         """The configuration with the heads and the rotary embedding of layer `layer`."""
         if layer in self.unrotated:
-            return replace(self, rope_scaling=RopeScaling("proportional", 1.0, rotated=0.0), unrotated=())
+            return replace(self, rope_scaling=UNROTATED, norm_after_rope=False, unrotated=())
         full = self.full_attention
         if full is None or self.window[layer] >= 0:
             return self

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +18,12 @@ from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp, Mlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.quantization.scheme import WeightSlot
-from runtime.layers.rope import RotaryHeads
+from runtime.layers.rope import Rope, RotaryHeads
 from runtime.layers.row_norms import RowNorms
 from runtime.layers.sparse_mlp import SparseMlp
 from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.block import Block, SandwichBlock
-from runtime.models.config import ModelConfig
+from runtime.models.config import UNROTATED, ModelConfig
 from runtime.models.context import ModelContext
 from runtime.models.rotary import build_rope
 from runtime.models.sharing import check_layer_heads
@@ -48,11 +50,17 @@ class ModelParts:
         self.rope = build_rope(config, context.device)
         self._others = dict[ModelConfig, ModelParts]()
 
+    @cached_property
+    def _no_rope(self) -> Rope:
+        """A rotary table that rotates nothing, for heads that are rotated before their norms."""
+        return build_rope(replace(self.config, rope_scaling=UNROTATED), self.context.device)
+
     @property
     def rope_bytes(self) -> int:
         """Bytes of all rotary tables."""
         scales = self.rope.query_scales
         own = self.rope.cos_sin.nbytes + (0 if scales is None else scales.nbytes)
+        own += self._no_rope.cos_sin.nbytes if self.config.norm_after_rope else 0
         return own + sum(parts.rope_bytes for parts in self._others.values())
 
     def of_layer(self, layer: int) -> ModelParts:
@@ -93,10 +101,11 @@ class ModelParts:
         sinks = self.weights.tensor(prefix + "sinks", (c.num_q_heads,), rows=own) if c.sinks else None
         scale = c.attn_scale or c.head_dim**-0.5
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
-        split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv, kv_scales)
+        rope = self._no_rope if c.norm_after_rope else self.rope
+        split = RotaryHeads(heads, kv_heads, c.head_dim, rope, q_norm, k_norm, v_norm, c.shared_kv, kv_scales)
         spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks, causal, kv_scales, split, c.attn_softcap)
         row_norms = self.row_norms(prefix, query, key) if c.qk_row_norm else None
-        return Attention(spec, qkv, o, self.context.ops, row_norms)
+        return Attention(spec, qkv, o, self.context.ops, row_norms, self.rope if c.norm_after_rope else None)
 
     def row_norms(self, prefix: str, query: Shard, key: Shard) -> RowNorms:
         """The norms of q and k over all heads; this rank computes the shards `query` and `key`."""

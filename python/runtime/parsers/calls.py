@@ -30,6 +30,11 @@ class ToolFormat(ABC):
     def read(self, reader: Reader) -> Steps[None]:
         """Read the calls at the reader's position, which is at one of `begins`. Raises `Malformed` if the text violates the format."""
 
+    def only_closes(self, text: str) -> bool:
+        """Whether `text`, after the arguments of a call, is the end of the call or a part of it."""
+        rest = text.lstrip(f'{WHITE}"}}])`')
+        return any(tag.startswith(rest) for tag in (*self.begins, *self.tags))
+
     @abstractmethod
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """The grammar of calls of these functions."""
@@ -48,13 +53,13 @@ def read_block(reader: Reader, end: str | None, call: Callable[[], Steps[bool]],
         ended = end is not None and (yield from reader.skip(end)) is not None
         if not ended and (yield from call()):
             count += 1
-            reader.accept()
+            reader.end_call()
             continue
         if not count:
             raise Malformed
         if not ended:
             reader.pos = reader.done  # text after the last call is not part of it
-        return reader.accept()
+        return reader.end_call()
 
 
 def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
@@ -67,7 +72,7 @@ def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
         return False
     name: str | None = None
     given: str | None = None  # arguments that precede the name
-    begun = misnamed = False  # misnamed: whether there are members that may be misnamed arguments
+    begun = misnamed = False  # misnamed: whether there are members that may be misnamed arguments; after the call has begun, they are text
     while True:
         key = yield from take_string(reader)
         yield from reader.expect(":")
@@ -77,8 +82,11 @@ def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
             given = yield from _read_json_arguments(reader, name)
             begun = given is None
         else:
-            misnamed |= key not in ("id", "type")
+            further = key not in ("id", "type")
+            misnamed |= further
             yield from read_value(reader, lambda _: None)
+            if begun and further and not reader.unknown:
+                reader.show_unread()
         yield from reader.skip_all(WHITE)
         if end is not None and (yield from reader.at(end)):
             break
@@ -89,6 +97,7 @@ def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
             raise Malformed
         reader.start_call(name)
         reader.arguments(given or "{}")
+        reader.end_arguments()
     return True
 
 
@@ -99,6 +108,7 @@ def _read_json_arguments(reader: Reader, name: str | None) -> Steps[str | None]:
     if letter == "{" and name is not None:
         reader.start_call(name)
         yield from read_value(reader, reader.arguments)
+        reader.end_arguments()
         return None
     kept: list[str] = []
     yield from read_value(reader, kept.append)
@@ -126,6 +136,16 @@ def read_named_call(reader: Reader, name: str, call_id: str = "") -> Steps[None]
         raise Malformed
     reader.start_call(name.strip(), call_id.strip())
     yield from read_value(reader, reader.arguments)
+    reader.end_arguments()
+
+
+def write_unended(reader: Reader, text: str) -> Steps[None]:
+    """Emit `text`, the last that was read, as far as it is valid JSON. The model ended its answer within this value."""
+    end = reader.pos
+    reader.pos, reader.ran_out = end - len(text), False
+    reader.accept()
+    yield from read_value(reader, reader.arguments)
+    reader.ran_out |= reader.pos == end
 
 
 class ArgumentWriter:
@@ -137,8 +157,13 @@ class ArgumentWriter:
 
     def key(self, name: str) -> None:
         """Begin a member. Its value follows: JSON text for `Reader.arguments`, or `string`."""
-        self._reader.arguments(f"{', ' if self._count else '{'}{json.dumps(name, ensure_ascii=False)}: ")
+        self.unended_key(name)
+        self._reader.arguments('": ')
         self._count += 1
+
+    def unended_key(self, name: str) -> None:
+        """Begin a member whose name is incomplete, because the output ends within it."""
+        self._reader.arguments(f'{", " if self._count else "{"}"{escaped(name.lstrip())}')
 
     def string(self, read: Callable[[Out], Steps[str | None]]) -> Steps[None]:
         """Write a string from the text that `read` passes on. Raises `Malformed` if the output ends within it."""

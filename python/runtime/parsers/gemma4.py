@@ -9,7 +9,7 @@ from runtime.constrained.structural_tag import ConstString, Format, Tag, TagsWit
 from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.parsers.argument_types import typed_json
 from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, json_of, members, one_of, sequence, string_text
-from runtime.parsers.calls import ArgumentWriter, ToolFormat
+from runtime.parsers.calls import ArgumentWriter, ToolFormat, write_unended
 from runtime.parsers.json_reader import MAX_DEPTH
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
@@ -17,6 +17,7 @@ MAX_GRAMMAR_DEPTH = 8
 MAX_GRAMMAR_PARTS = 1000
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 QUOTE = '<|"|>'
+_KEY_STOPS = (":", "{", "}", "[", "]", ",", "<tool_call|>", "<|tool_call>")
 _BARE_TYPES = frozenset({"integer", "number", "boolean", "null", "string"})
 
 
@@ -33,9 +34,10 @@ class Gemma4(ToolFormat):
         name = yield from reader.take_name(reader.take_until("{"))
         reader.start_call(name.strip())
         yield from _read_value(reader, 0)
+        reader.end_arguments()
         yield from reader.skip_all(WHITE)
         yield from reader.skip("<tool_call|>")
-        reader.accept()
+        reader.end_call()
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
@@ -57,12 +59,25 @@ def _read_value(reader: Reader, depth: int) -> Steps[None]:
     elif opening == QUOTE:
         yield from ArgumentWriter(reader).string(lambda out: reader.read_until((QUOTE,), out))
         yield from reader.skip(QUOTE)
-        reader.accept()
+        if not reader.unknown:
+            reader.accept()
+    elif reader.ran_out:
+        raise Malformed
     else:
-        bare = (yield from reader.take_until(",", "}", "]", "\n")).strip()
-        if not bare:
-            raise Malformed
-        reader.arguments(typed_json(bare, _BARE_TYPES))
+        yield from _read_bare(reader)
+
+
+def _read_bare(reader: Reader) -> Steps[None]:
+    unended = list[str]()
+    try:
+        bare = (yield from reader.take_until(",", "}", "]", "\n", unended=unended.append)).strip()
+    except Malformed:
+        if unended:
+            yield from write_unended(reader, unended[0])
+        raise
+    if not bare:
+        raise Malformed
+    reader.arguments(typed_json(bare, _BARE_TYPES))
 
 
 def _read_object(reader: Reader, depth: int) -> Steps[None]:
@@ -72,8 +87,9 @@ def _read_object(reader: Reader, depth: int) -> Steps[None]:
         if (yield from reader.skip("}")):
             return members.close()
         quoted = yield from reader.skip(QUOTE)
-        key = yield from reader.take_until(*((QUOTE,) if quoted else (":", "<tool_call|>")))
-        yield from reader.skip(QUOTE)
+        key = yield from reader.take_until(*(() if quoted else _KEY_STOPS), QUOTE, unended=members.unended_key)
+        if quoted:
+            yield from reader.skip(QUOTE)
         yield from reader.expect(":")
         members.key(key.strip())
         yield from _read_value(reader, depth + 1)

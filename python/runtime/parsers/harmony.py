@@ -206,9 +206,11 @@ class HarmonyParser:
     def _read_call(self, name: str) -> Steps[None]:
         """Read the message of a call; if it is not a JSON object, emit it as content. The rest of a call that was cut off is dropped."""
         reader = self._reader
-        reader.begin_calls()
+        reader.begin_calls(reader.content)
         before = reader.calls
         try:
+            if name not in reader.tools:
+                raise Malformed
             yield from read_named_call(reader, name)
         except Malformed:
             begun = reader.calls > before or (reader.cut_off and name in reader.tools)

@@ -73,7 +73,7 @@ class Mistral(ToolFormat):
             call_id = (yield from reader.take_until("[ARGS]", "{")) if marked else ""
             yield from reader.skip("[ARGS]")
             yield from read_named_call(reader, name, call_id if _MISTRAL_ID.fullmatch(call_id) else "")
-        reader.accept()
+        reader.end_call()
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
@@ -143,11 +143,11 @@ class Phi4Mini(ToolFormat):
         yield from reader.skip("functools")
         if not (yield from _read_objects(reader)):
             raise Malformed
-        reader.accept()
+        reader.end_call()
         yield from reader.skip_all(WHITE)
         if not (yield from reader.skip("<|/tool_call|>")):
             reader.pos = reader.done
-        reader.accept()
+        reader.end_call()
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""

@@ -27,6 +27,8 @@ def read_value(reader: Reader, out: Out, depth: int = 0) -> Steps[None]:
     else:
         word = yield from reader.skip_all(_WORD)
         if word not in ("true", "false", "null") and not _NUMBER.fullmatch(word):
+            if reader.ran_out and not reader.cut_off:
+                out(word)  # the model ended its answer here
             raise Malformed
         out(word)
 

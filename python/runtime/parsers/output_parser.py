@@ -105,23 +105,27 @@ class TextParser:
     def _read_calls(self, calls: ToolFormat, tag: str, out: Out) -> Steps[None]:
         """Read calls that begin with `tag`. Text that only looks like a call is passed to `out`; after the start of a call it is content.
 
-        The rest of a call that was cut off is dropped.
+        The rest of a call that was cut off is dropped, and so are parts of the tags that end a call.
         """
         reader = self._reader
         start, before = reader.base + reader.pos, reader.calls
-        reader.begin_calls()
+        reader.begin_calls(out)
         try:
             yield from calls.read(reader)
         except Malformed:
             started, marked = reader.calls > before, tag not in calls.plain_begins
-            if reader.ran_out and (started or (reader.cut_off and reader.may_call(marked))):
+            begun = reader.in_call or (reader.cut_off and reader.may_call(marked or started))
+            if reader.ran_out and (begun or (started and calls.only_closes(reader.text[reader.done :]))):
                 return reader.drop_rest()
             if not started:  # the text after a tag may contain the end of the thinking, or a call
-                reader.pos = start - reader.base + len(tag) if marked else max(reader.pos, start - reader.base + 1)
-            shown = reader.content if started else out
-            shown(reader.text[reader.done : reader.pos])
+                first = start - reader.base
+                reader.pos = max(reader.done, first + len(tag)) if marked else max(reader.pos, first + 1)
+            reader.show_unread()
         else:
-            if reader.ran_out:
+            if reader.ran_out and reader.unknown:
+                reader.pos = len(reader.text)
+                reader.show_unread()
+            elif reader.ran_out:
                 reader.drop_rest()
 
     def _content(self, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 
 from runtime.constrained.structural_tag import ConstString, Format, Tag
@@ -13,6 +14,12 @@ from runtime.parsers.calls import ArgumentWriter, ToolFormat, read_block
 from runtime.parsers.reader import MAX_NAME, WHITE, Malformed, Reader, Steps
 
 _CLOSING = {")": "(", "]": "[", "}": "{"}
+_OPENING = {opening: closing for closing, opening in _CLOSING.items()}
+_KEY_STOPS = ("=", "(", ")", "[", "]", "{", "}", ",", "'", '"')
+_PREFIXES = "bBrRuU"
+_MAX_DROPPED = 16
+_UNQUOTED = re.compile(r"[A-Za-z0-9_.+:\s-]")
+"""A character of a literal outside of strings, besides brackets and commas."""
 
 
 class Pythonic(ToolFormat):
@@ -42,13 +49,13 @@ def _read_call(reader: Reader) -> Steps[bool]:
         yield from reader.skip_all(WHITE + ",")
         if (yield from reader.skip(")")):
             break
-        key = yield from reader.take_until("=", ")")
+        key = yield from reader.take_until(*_KEY_STOPS, unended=arguments.unended_key)
         if not (yield from reader.skip("=")):
             raise Malformed
-        value = yield from _take_literal(reader)
         arguments.key(key.strip())
-        reader.arguments(value)
+        reader.arguments((yield from _take_literal(reader)))
     arguments.close()
+    reader.end_arguments()
     return True
 
 
@@ -66,7 +73,7 @@ def _take_name(reader: Reader) -> Steps[str]:
 
 
 def _take_literal(reader: Reader) -> Steps[str]:
-    """Read a literal up to the comma or parenthesis after it, and return it as JSON."""
+    """Read a literal up to the comma or parenthesis after it, and return it as JSON. Raises `Malformed` where it cannot be a literal."""
     taken, open_brackets, quote = "", "", ""
     while letter := (yield from reader.peek()):
         if quote:
@@ -79,6 +86,8 @@ def _take_literal(reader: Reader) -> Steps[str]:
             elif letter == quote:
                 quote = ""
         elif letter in "'\"":
+            if taken.rstrip(_PREFIXES)[-1:].isalnum():
+                raise Malformed
             quote = letter
         elif letter in "([{":
             open_brackets += letter
@@ -88,9 +97,32 @@ def _take_literal(reader: Reader) -> Steps[str]:
             if not open_brackets.endswith(_CLOSING[letter]):
                 raise Malformed
             open_brackets = open_brackets[:-1]
+        elif letter != "," and (not _UNQUOTED.match(letter) or (taken.endswith(("'", '"')) and letter.isalnum())):
+            raise Malformed
         taken += letter
         reader.pos += 1
+    if not reader.cut_off and (begun := _unended(taken, quote, open_brackets)):
+        reader.arguments(begun)
+    elif not reader.cut_off and len(taken) >= len("True"):
+        reader.ran_out = False  # it is not the beginning of a literal, but text
     raise Malformed
+
+
+def _unended(taken: str, quote: str, open_brackets: str) -> str:
+    """JSON of the beginning of a literal, without a few last characters if they are not complete.
+
+    Args:
+        quote: that of the string which is open at the end of `taken`, or "".
+        open_brackets: those that are open at the end of `taken`.
+    """
+    ends = "".join(_OPENING[bracket] for bracket in reversed(open_brackets))
+    for end in range(len(taken), max(len(taken) - _MAX_DROPPED, 0), -1):
+        for more in ("", ": 0"):  # the latter if the string is a key
+            try:
+                return _as_json(taken[:end] + quote + more + ends)[: -len(quote + more + ends) or None]
+            except Malformed:
+                continue
+    return ""
 
 
 def _as_json(literal: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ Out = Callable[[str], None]
 WHITE = " \t\r\n"
 MAX_NAME = 256
 """Most characters of the name of a function or a parameter, and of a call's id."""
+_NAME = re.compile(r"[\w.:/-]+")
 
 
 class Malformed(Exception):
@@ -37,6 +39,8 @@ class Reader:
         cut_off: whether a limit or a stop string ended the output, not the model.
         ran_out: whether the text ended where more was expected. What is unread is then empty or a part of a tag.
         calls: number of started calls.
+        in_call: whether the arguments of the latest call are incomplete.
+        unknown: whether the latest call is of an unknown function. Such a call becomes text.
         base: number of output characters before `text`.
         thoughts: start and end offsets of thinking in the output, including its tags; the last end may be None.
     """
@@ -45,11 +49,12 @@ class Reader:
         self.tools = tools
         self.text = ""
         self.pos = self.done = self.base = self.calls = 0
-        self.ended = self.cut_off = self.ran_out = False
+        self.ended = self.cut_off = self.ran_out = self.in_call = self.unknown = False
         self.thoughts: list[tuple[int, int | None]] = []
         self._new_id = new_id
         self._ids = set[str]()
         self._deltas: list[Delta] = []
+        self._shown: Out = self.content
         self._name: str | None = None
         self._name_start: int | None = None  # an offset in the output
 
@@ -97,9 +102,11 @@ class Reader:
         """Record that thinking did not end."""
         self.thoughts[-1] = (self.thoughts[-1][0], None)
 
-    def begin_calls(self) -> None:
-        """Forget the name and the end of the calls read before."""
+    def begin_calls(self, out: Out) -> None:
+        """Forget the name and the end of the calls read before. Before a call of a known function, text is passed to `out`."""
         self.ran_out, self._name, self._name_start = False, None, None
+        self.in_call = self.unknown = False
+        self._shown = out
 
     def take_name(self, reading: Steps[str]) -> Steps[str]:
         """Read a function's name by `reading`, for `may_call`."""
@@ -120,22 +127,45 @@ class Reader:
         return (marked or bool(written)) and any(name.startswith(written) for name in self.tools)
 
     def start_call(self, name: str, call_id: str = "") -> None:
-        """Emit the start of a call. Raises `Malformed` if there is no such function.
+        """Emit the start of a call. If there is no such function, the whole call becomes text at `end_call`.
 
         Args:
             call_id: the model's own id of the call. The call gets a new one if this is empty, too long, or that of an earlier call.
+
+        Raises:
+            Malformed: no function could have this name.
         """
-        if name not in self.tools:
+        self.unknown = name not in self.tools
+        if self.unknown and not _NAME.fullmatch(name):
             raise Malformed
+        if self.unknown:
+            return
         while not call_id or call_id in self._ids or len(call_id) > MAX_NAME:
             call_id = self._new_id()
         self._ids.add(call_id)
         self._emit(CallStart(self.calls, call_id, name))
         self.calls += 1
+        self.in_call, self._shown = True, self.content
 
     def arguments(self, text: str) -> None:
         """Emit JSON text of the latest call's arguments."""
-        self._emit(CallArguments(self.calls - 1, whole_characters(text)))
+        if not self.unknown:
+            self._emit(CallArguments(self.calls - 1, whole_characters(text)))
+
+    def end_arguments(self) -> None:
+        """Record that the arguments of the latest call are complete."""
+        self.in_call = False
+
+    def end_call(self) -> None:
+        """Mark the text read so far as syntax of the latest call, or emit it as text if its function is unknown."""
+        if self.unknown:
+            self.show_unread()
+        else:
+            self.accept()
+
+    def show_unread(self) -> None:
+        """Emit the text between `done` and `pos` as content, or as the text before the first call."""
+        self._shown(self.text[self.done : self.pos])
 
     def _emit(self, delta: Delta) -> None:
         self._deltas.append(delta)
@@ -222,8 +252,24 @@ class Reader:
         elif rest:
             out(rest)
 
-    def take_until(self, *tags: str, limit: int = MAX_NAME) -> Steps[str]:
-        """Read and return text up to one of `tags`. Raises `Malformed` at the end of the text or beyond `limit` characters."""
+    def first_of(self, *tags: str) -> Steps[str | None]:
+        """The first of `tags` from the position on, or None if none follows; reads nothing."""
+        while not (tag := self._first(tags)[1]):
+            if self.ended:
+                return None
+            yield
+        return tag
+
+    def take_until(self, *tags: str, limit: int = MAX_NAME, unended: Out | None = None) -> Steps[str]:
+        """Read and return text up to one of `tags`; for the rest see `take`."""
+        return (yield from self.take(lambda out: self.read_until(tags, out), limit, unended))
+
+    def take(self, read: Callable[[Out], Steps[str | None]], limit: int, unended: Out | None = None) -> Steps[str]:
+        """Return the text that `read` passes on. Raises `Malformed` at the end of the text or beyond `limit` characters.
+
+        Args:
+            unended: is given the text, unless it is blank, if the model ends its answer there.
+        """
         taken, left = list[str](), limit
 
         def keep(text: str) -> None:
@@ -234,7 +280,10 @@ class Reader:
                 self.pos += left  # the same position in whatever pieces the text arrives
                 raise Malformed
 
-        if (yield from self.read_until(tags, keep)) is None:
+        if (yield from read(keep)) is None:
+            text = "".join(taken)
+            if unended is not None and text.strip() and not (self.cut_off or self.unknown):
+                unended(text)
             raise Malformed
         return "".join(taken)
 

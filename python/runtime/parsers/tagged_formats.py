@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from runtime.constrained.structural_tag import ConstString, Format, Tag
 from runtime.parsers.argument_schema import ArgumentSchema, Schema
 from runtime.parsers.argument_types import STRING, typed_json
 from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, members, sequence, text_value
-from runtime.parsers.calls import ArgumentWriter, ToolFormat, read_block
+from runtime.parsers.calls import ArgumentWriter, ToolFormat, read_block, write_unended
+from runtime.parsers.json_reader import escaped
 from runtime.parsers.reader import WHITE, Malformed, Out, Reader, Steps
 
+ReadUntil = Callable[[Reader, Sequence[str], Out], Steps[str | None]]
+"""`Reader.read_until`, or a function like it."""
 MAX_VALUE = 1 << 24
 """Most characters of a value that is not a string; such a value is held back until it is complete."""
-_OPEN_REFERENCE = re.compile(r"&(?:#[0-9]*|#[xX][0-9a-fA-F]*|[^\t\n\f <&#;]{0,32})\Z")
+_OPEN_REFERENCE = re.compile(r"&(?:#[0-9]*|#[xX][0-9a-fA-F]*|[A-Za-z0-9]{0,32})\Z")
 """A character reference that the next characters may continue; the longest name has 32 characters."""
 
 
@@ -69,36 +73,83 @@ class Tagged(ToolFormat):
         name = (yield from reader.take_name(reader.take_until(*self.name_ends))).strip()
         yield from reader.skip(self.name_ends[0])
         reader.start_call(name)
+        schema = ArgumentSchema(reader.tools.get(name, {}))
         arguments = ArgumentWriter(reader)
         while True:
             yield from reader.skip_all(WHITE)
             if not (yield from reader.skip(self.key)):
                 break
-            key = (yield from reader.take_until(self.key_end)).strip()
-            yield from reader.skip(self.key_end)
-            yield from self._read_value(reader, arguments, key, ArgumentSchema(reader.tools[name]).parameter_types(key))
+            key = (yield from reader.take_until(*self._key_stops, unended=arguments.unended_key)).strip()
+            if not (yield from reader.skip(self.key_end)):
+                raise Malformed
+            arguments.key(key)
+            yield from self._read_value(reader, arguments, schema.parameter_types(key))
         if self.function_end:
             yield from reader.expect(self.function_end)
         elif (yield from reader.at(self.end)) is None:
             raise Malformed
         arguments.close()
+        reader.end_arguments()
         return True
 
-    def _read_value(self, reader: Reader, arguments: ArgumentWriter, key: str, types: frozenset[str]) -> Steps[None]:
+    @cached_property
+    def _key_stops(self) -> list[str]:
+        """The end of a parameter's name, and the tags that no name contains."""
+        return [self.key_end, *filter(None, (self.value_begin, self.value_end, self.key, self.function_end, self.end))]
+
+    def _read_value(self, reader: Reader, arguments: ArgumentWriter, types: frozenset[str]) -> Steps[None]:
         if self.value_begin:
             yield from reader.expect(self.value_begin)
         if self.line_breaks:
             yield from reader.skip("\n")
-        ends = (f"\n{self.value_end}", self.value_end) if self.line_breaks else (self.value_end,)
         if types == STRING:
-            arguments.key(key)
             read = read_unescaped if self.escapes else Reader.read_until
-            yield from arguments.string(lambda out: read(reader, ends, out))
+            yield from arguments.string(lambda out: self._read_text(reader, read, out))
         else:
-            value = yield from reader.take_until(*ends, limit=MAX_VALUE)
-            arguments.key(key)
-            reader.arguments(typed_json(html.unescape(value) if self.escapes else value, types))
-        yield from reader.skip(*ends)
+            value = yield from self._take_value(reader, types)
+            reader.arguments(typed_json(self._plain(value), types))
+        yield from reader.skip(*self._value_ends)
+        if not reader.unknown:
+            reader.accept()
+
+    @cached_property
+    def _value_ends(self) -> tuple[str, ...]:
+        return (f"\n{self.value_end}", self.value_end) if self.line_breaks else (self.value_end,)
+
+    @cached_property
+    def _call_ends(self) -> tuple[str, ...]:
+        """The tags that end the call, and with it a value whose own end is damaged."""
+        end = self.function_end or self.end
+        return (f"\n{end}", end)
+
+    def _read_text(self, reader: Reader, read: ReadUntil, out: Out) -> Steps[str | None]:
+        """Pass a value to `out` up to its end, or else up to the end of the call; returns that tag, or None if there is neither.
+
+        A tag that ends calls may also be a part of a value, namely if the end of a value follows before the next call.
+        """
+        calls = [f"{self.function or self.begin}{name}" for name in reader.tools]
+        while (tag := (yield from read(reader, (*self._value_ends, *self._call_ends), out))) in self._call_ends and tag:
+            if (yield from reader.first_of(*self._value_ends, *calls)) not in self._value_ends:
+                break
+            reader.pos += len(tag)
+            out(tag)
+        return tag
+
+    def _take_value(self, reader: Reader, types: frozenset[str]) -> Steps[str]:
+        """Return a value. Raises `Malformed` if there is no end; if the model ended its answer in the value, it is written first."""
+        unended = list[str]()
+        try:
+            return (yield from reader.take(lambda out: self._read_text(reader, Reader.read_until, out), MAX_VALUE, unended.append))
+        except Malformed:
+            if unended and types and "string" not in types:
+                yield from write_unended(reader, unended[0])
+            elif unended:
+                text = _OPEN_REFERENCE.sub("", unended[0]) if self.escapes else unended[0]
+                reader.arguments(f'"{escaped(self._plain(text))}')
+            raise
+
+    def _plain(self, text: str) -> str:
+        return html.unescape(text) if self.escapes else text
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""

@@ -139,6 +139,13 @@ def read_named_call(reader: Reader, name: str, call_id: str = "") -> Steps[None]
     reader.end_arguments()
 
 
+def read_empty_call(reader: Reader, name: str, call_id: str = "") -> None:
+    """Emit a call without arguments; see `read_named_call`."""
+    reader.start_call(name.strip(), call_id.strip())
+    reader.arguments("{}")
+    reader.end_arguments()
+
+
 def write_unended(reader: Reader, text: str) -> Steps[None]:
     """Emit `text`, the last that was read, as far as it is valid JSON. The model ended its answer within this value."""
     end = reader.pos

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from runtime.constrained.structural_tag import ConstString, Tag
 from runtime.parsers.call_grammar import CALL_NUMBER, CallGrammar, Schema, json_of, object_schema, sequence
-from runtime.parsers.calls import ToolFormat, read_block, read_json_call, read_named_call
+from runtime.parsers.calls import ToolFormat, read_block, read_empty_call, read_json_call, read_named_call
 from runtime.parsers.reader import MAX_NAME, WHITE, Malformed, Reader, Steps
 
 _MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
@@ -157,10 +157,11 @@ class Phi4Mini(ToolFormat):
 class KimiK2(ToolFormat):
     """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, between two tags around all calls.
 
-    The text before the arguments is the call's id; its number counts the calls of the conversation.
+    The text before the arguments is the call's id; its number counts the calls of the conversation. The outer tags and empty arguments may
+    be absent.
     """
 
-    begins = ("<|tool_calls_section_begin|>",)
+    begins = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     tags = (
         "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
         "<|tool_calls_section_end|>",
@@ -168,7 +169,8 @@ class KimiK2(ToolFormat):
 
     def read(self, reader: Reader) -> Steps[None]:
         """See `ToolFormat`."""
-        yield from reader.expect("<|tool_calls_section_begin|>")
+        yield from reader.skip_all(WHITE)
+        yield from reader.skip("<|tool_calls_section_begin|>")
         yield from read_block(reader, "<|tool_calls_section_end|>", lambda: self._read_call(reader))
 
     def _read_call(self, reader: Reader) -> Steps[bool]:
@@ -182,7 +184,12 @@ class KimiK2(ToolFormat):
         written = begin + (yield from reader.take_until("<", "{"))
         yield from reader.skip("<|tool_call_argument_begin|>")
         name = written.rpartition(":")[0].strip()
-        yield from read_named_call(reader, name if name in reader.tools else written, f"{kind or ''}{written}")
+        name, call_id = name if name in reader.tools else written, f"{kind or ''}{written}"
+        yield from reader.skip_all(WHITE)
+        if (yield from reader.at("<|tool_call_end|>")):
+            read_empty_call(reader, name, call_id)
+        else:
+            yield from read_named_call(reader, name, call_id)
         yield from reader.skip_all(WHITE)
         yield from reader.skip("<|tool_call_end|>")
         return True

@@ -38,7 +38,7 @@ THINK_FORMATS: Mapping[str, ThinkFormat] = {
     "qwen3": ThinkFormat(ended_by=("<tool_call>",)),
     "glm45": ThinkFormat(ended_by=("<tool_call>",)),
     "mimo": ThinkFormat(ended_by=("<tool_call>",)),
-    "kimi_k2": ThinkFormat(ended_by=("<|tool_calls_section_begin|>",)),
+    "kimi_k2": ThinkFormat(ended_by=("<|tool_calls_section_begin|>", "<|tool_call_begin|>")),
     "seed_oss": ThinkFormat(begin="<seed:think>", end="</seed:think>", ended_by=("<seed:tool_call>",)),
     "mistral": ThinkFormat(begin="[THINK]", end="[/THINK]", anywhere=True, ended_by=("[TOOL_CALLS]",)),
     "minimax": ThinkFormat(forced=True, ended_by=("<minimax:tool_call>",)),

@@ -218,3 +218,36 @@ def test_parts_and_calls_may_repeat_other_fields_of_an_answer() -> None:
             assert prompt_of(f) == f"<user\nx>\n<assistant\n<think>hm</think>Yes.{call}>\n<tool\ny>\n<assistant\n"
 
     run(check())
+
+
+CLOCK = {"name": "clock", "parameters": {"type": "object", "properties": {}}}
+CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+ANSWERS = [
+    "",
+    "Yes.",
+    "<think>hm</think>Yes.",
+    "<think>hm",
+    CALL,
+    f"<think>hm</think>I look.\n{CALL}\n{CALL}",
+    CALL.replace("{}}", '{"a": "b'),
+]
+
+
+@pytest.mark.parametrize("say", ANSWERS)
+def test_every_answer_is_accepted_as_an_earlier_message(say: str) -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(say=lambda _: say), reasoning_parser="qwen3", **OPTIONS) as f:
+            hi = {"role": "user", "content": "hi"}
+            for tools in ({}, {"tools": [{"type": "function", "function": CLOCK}]}, {"functions": [CLOCK]}, {"separate_reasoning": False}):
+                answer = (await f.post(CHAT, {"messages": [hi], **tools})).json()["choices"][0]["message"]
+                results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in answer.get("tool_calls", ())]
+                again = await f.post(CHAT, {"messages": [hi, answer, *(results or [hi])], **tools})
+                assert again.status_code == 200, again.text
+            for tools in ({}, {"tools": [{"type": "function", **CLOCK}]}):
+                items = (await f.post(RESPONSES, {"input": [hi], **tools})).json()["output"]
+                calls = [item["call_id"] for item in items if item["type"] == "function_call"]
+                outputs = [{"type": "function_call_output", "call_id": call, "output": ""} for call in calls]
+                again = await f.post(RESPONSES, {"input": [hi, *items, *(outputs or [hi])], **tools})
+                assert again.status_code == 200, again.text
+
+    run(check())

@@ -274,9 +274,32 @@ def test_earlier_calls_and_results_are_rendered() -> None:
 
 
 def test_templates_may_read_thoughts_by_their_older_name() -> None:
-    for field in ("reasoning_content", "reasoning"):
+    for field in ("reasoning_content", "reasoning", "thinking"):
         shown = Message.model_validate({"role": "assistant", "content": "Yes.", field: "Look it up."}).rendered()
         assert shown["reasoning_content"] == shown["thinking"] == "Look it up."
+
+
+PIECES = [{"type": "text", "text": "Look"}, {"type": "reference", "reference_ids": [1]}, {"type": "text", "text": " it up."}]
+
+
+@pytest.mark.parametrize("part", [
+    {"type": "thinking", "thinking": "Look it up.", "signature": "x"}, {"type": "thinking", "thinking": PIECES, "closed": True},
+    {"type": "reasoning", "reasoning": "Look it up."}, {"type": "reasoning", "text": "Look it up."},
+    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Look it up."}]},
+])  # fmt: skip
+def test_thoughts_may_be_parts_of_earlier_messages(part: dict[str, Any]) -> None:
+    message = {"role": "assistant", "content": [part, {"type": "text", "text": "Yes."}, {"type": "redacted_thinking", "data": "x"}]}
+    _, _, requests = ask("ok", {"messages": [*HI, message, *HI]})
+    text = bytes(token for token in requests[0].input_ids if token < 256).decode()
+    assert "assistant\n<think>Look it up.</think>Yes.\nuser" in text
+
+
+def test_parts_of_earlier_messages_may_be_refusals_or_only_thoughts() -> None:
+    refusal = Message.model_validate({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]})
+    assert refusal.rendered() == {"role": "assistant", "content": "No."}
+    parts = [{"type": "thinking", "thinking": "a"}, {"type": "thinking", "thinking": "b"}]
+    thoughts = Message.model_validate({"role": "assistant", "content": parts})
+    assert thoughts.rendered() == {"role": "assistant", "content": "", "reasoning_content": "a\nb", "thinking": "a\nb"}
 
 
 def test_older_messages_of_functions_are_rendered() -> None:

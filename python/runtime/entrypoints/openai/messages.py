@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Name, Unused, items, unsupported
-from runtime.entrypoints.http.field_rules import any_of, has, lacks
+from runtime.entrypoints.http.field_rules import any_of, has, lacks, type_needs
 from runtime.entrypoints.openai.tools import CalledFunction, CalledTool, CalledTools
 
 MAX_MESSAGES = 4096
@@ -20,28 +20,68 @@ MAY_BE_EMPTY = ("assistant", "tool", "function")
 """The roles whose messages need no content: clients repeat empty answers, and results of tools that return nothing."""
 
 
-class TextPart(Body):
-    """A part of a message. Only text is supported.
+class ThoughtPiece(Body):
+    """A piece of a thought. Pieces that are not text, such as references, have no effect."""
 
-    OpenAI's agents SDK for Node repeats the other fields of an assistant message in its parts.
+    type: str
+    text: str = ""
+
+
+Thought = str | Annotated[list[ThoughtPiece], items(0, MAX_MESSAGES)]
+
+
+class MessagePart(Body):
+    """A part of a message: text, a refusal, or a thought of the assistant.
+
+    Clients send a thought as they got it: as `thinking` (Anthropic, Mistral), as `reasoning`, `text` or `summary`, or encrypted, without
+    effect. OpenAI's agents SDK for Node repeats the other fields of an assistant message in its parts.
     """
 
     OTHER_TYPES = TEXT_PARTS_ONLY
+    RULES = (type_needs("text", "text"), type_needs("refusal", "refusal"))
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal", "thinking", "reasoning", "redacted_thinking"]
+    text: str | None = None
+    refusal: str | None = None
+    reasoning: Thought = ""
     reasoning_content: str | None = None
+    summary: Thought = ""
+    thinking: Thought = ""
     cache_control: Unused = None
-    refusal: Unused = None
+    closed: Unused = None
+    data: Unused = None
     role: Unused = None
+    signature: Unused = None
     tool_calls: Unused = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> MessagePart:
+        if self.type in ("text", "refusal") and getattr(self, self.type) is None:
+            raise PydanticCustomError("required", "required", {"field": self.type})
+        return self
+
+    @property
+    def shown(self) -> str | None:
+        """The text of the message in this part; None for a thought."""
+        return {"text": self.text, "refusal": self.refusal}.get(self.type)
+
+    @property
+    def thought(self) -> str:
+        """The thought in this part, or beside it."""
+        if self.shown is not None:
+            return self.reasoning_content or ""
+        return next(filter(None, map(_thought_text, (self.thinking, self.reasoning, self.text or "", self.summary))), "")
+
+
+def _thought_text(thought: Thought) -> str:
+    return thought if isinstance(thought, str) else "".join(piece.text for piece in thought)
 
 
 class Message(Body):
     """One message of a conversation; text parts are joined by newlines.
 
     An assistant message may contain calls, and the thinking before it. `function_call` and the role `function` are older spellings of
-    `tool_calls` and `tool`; `reasoning` is another spelling of `reasoning_content`.
+    `tool_calls` and `tool`; `reasoning` and `thinking` are other spellings of `reasoning_content`.
     """
 
     RULES = (
@@ -52,13 +92,14 @@ class Message(Body):
         ),
     )
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[TextPart], items(0, MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[MessagePart], items(0, MAX_MESSAGES)] | None = None
     name: Name | None = None
     tool_calls: CalledTools = Field(default_factory=list)
     tool_call_id: Name | None = None
     function_call: CalledFunction | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
     cache_control: Unused = None
 
     @model_validator(mode="after")
@@ -73,13 +114,13 @@ class Message(Body):
     def thought(self) -> str:
         """The thinking of an assistant message."""
         parts = self.content if isinstance(self.content, list) else ()
-        return self.reasoning_content or self.reasoning or next((part.reasoning_content for part in parts if part.reasoning_content), "")
+        return self.reasoning_content or self.reasoning or self.thinking or "\n".join(filter(None, (part.thought for part in parts)))
 
     @property
     def text(self) -> str:
         """The content as one text."""
         parts = self.content or ""
-        return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        return parts if isinstance(parts, str) else "\n".join(part.shown for part in parts if part.shown is not None)
 
     def rendered(self) -> dict[str, Any]:
         """The message in the form that chat templates expect; `developer` is the newer name of `system`."""

@@ -101,7 +101,12 @@ def test_a_value_with_a_damaged_end_ends_with_its_call(name: str, arguments: dic
 def test_the_tags_that_end_a_call_may_be_a_part_of_a_value(name: str) -> None:
     end = write(name, [("now", {})]).removeprefix(write(name, [("now", {})]).partition("now")[0])
     calls = [("get_weather", {"city": f"a {end} b", "free": f"{end}c", "days": 3})]
-    assert read(text_parser(name), list(write(name, calls))).parsed == calls
+    text = write(name, calls)
+    assert read(text_parser(name), list(text)).parsed == calls
+    cut = text[: text.index(" b") + 2]
+    for pieces in ([cut], list(cut)):
+        answer = read(text_parser(name), pieces, cut_off=True)
+        assert [arguments.endswith("b") for _, arguments in answer.calls] == [True], "a value that was cut off does not look complete"
 
 
 @pytest.mark.parametrize("name", TAGGED)

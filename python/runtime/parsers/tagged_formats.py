@@ -125,11 +125,13 @@ class Tagged(ToolFormat):
     def _read_text(self, reader: Reader, read: ReadUntil, out: Out) -> Steps[str | None]:
         """Pass a value to `out` up to its end, or else up to the end of the call; returns that tag, or None if there is neither.
 
-        A tag that ends calls may also be a part of a value, namely if the end of a value follows before the next call.
+        A tag that ends calls may also be a part of a value, namely if the end of a value follows before the next call, or may have followed
+        in an output that was cut off.
         """
         calls = [f"{self.function or self.begin}{name}" for name in reader.tools]
         while (tag := (yield from read(reader, (*self._value_ends, *self._call_ends), out))) in self._call_ends and tag:
-            if (yield from reader.first_of(*self._value_ends, *calls)) not in self._value_ends:
+            following = yield from reader.first_of(*self._value_ends, *calls)
+            if following in calls or (following is None and not reader.cut_off):
                 break
             reader.pos += len(tag)
             out(tag)

@@ -324,6 +324,9 @@ RULES = {
     "shared": (64, ("sigmoid", True, 1.8, 1, 1, 1), False, True),
     "shared-raw": (60, ("softmax", False, 1.5, 1, 1, 1), False, False),
     "shared-grouped": (256, ("sigmoid", True, 2.5, 8, 4, 1), False, True),
+    "softmax-corrected": (64, ("softmax", True), False, True),
+    "softmax-grouped": (160, ("softmax", False, 16.0, 8, 3, 0, 1), False, False),
+    "six-groups": (90, ("sigmoid", True, 1.0, 6, 2, 1), False, True),
 }
 
 
@@ -393,10 +396,11 @@ def _scores(x, weight, scoring, bias, correction) -> tuple[torch.Tensor, torch.T
     clear = torch.ones(len(x), dtype=torch.bool, device=x.device)
     if scoring.num_groups > 1:
         grouped = choice.view(len(choice), scoring.num_groups, -1)
-        best = grouped.topk(2, dim=2).values.sum(dim=2).sort(dim=1, descending=True)
+        best = grouped.topk(scoring.group_best, dim=2).values.sum(dim=2).sort(dim=1, descending=True)
         kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=x.device).scatter_(1, best.indices[:, : scoring.top_groups], True)
         choice = grouped.masked_fill(~kept[:, :, None], float("-inf")).view_as(choice)
-        clear = best.values[:, scoring.top_groups - 1] - best.values[:, scoring.top_groups] > 1e-4
+        last, next_best = best.values[:, scoring.top_groups - 1], best.values[:, scoring.top_groups]
+        clear = last - next_best > 1e-4 * last.clamp(max=1.0)
     return scores, choice, clear
 
 

@@ -54,7 +54,7 @@ def slow_route(x: torch.Tensor, router: Router) -> tuple[list[int], list[float]]
     choice = [s + (0.0 if router.correction_bias is None else float(router.correction_bias[e])) for e, s in enumerate(scores)]
     width = E // rule.num_groups
     groups = [sorted(choice[g * width : (g + 1) * width], reverse=True) for g in range(rule.num_groups)]
-    best = sorted(range(rule.num_groups), key=lambda g: -sum(groups[g][:2]))[: rule.top_groups]
+    best = sorted(range(rule.num_groups), key=lambda g: -sum(groups[g][: rule.group_best]))[: rule.top_groups]
     allowed = [e for e in range(E) if rule.num_groups == 1 or e // width in best]
     ids = sorted(allowed, key=lambda e: (-choice[e], e))[: rule.top_k]
     weights = [exps[e] if rule.scoring == "topk_softmax" else scores[e] for e in ids]
@@ -69,6 +69,8 @@ def slow_route(x: torch.Tensor, router: Router) -> tuple[list[int], list[float]]
         make_router("softmax", renormalize=False),
         make_router("sigmoid", correction=True, scaling=2.5),
         make_router("sigmoid", correction=True, num_groups=4, top_groups=2, renormalize=False),
+        make_router("softmax", num_groups=4, top_groups=2, group_best=1, renormalize=False, scaling=16.0),
+        make_router("softmax", correction=True),
         make_router("topk_softmax", bias=True, top_k=4),
         make_router("softmax", top_k=1),
         make_router("sigmoid", correction=True, scaling=2.5, shared=1),

@@ -51,7 +51,7 @@ def mimo_model() -> ModelConfig:
 
 MOE = MoeConfig(
     num_experts=8, top_k=2, intermediate_size=32, scoring="sigmoid", renormalize=True, scaling=1.5, num_groups=2, top_groups=1,
-    shared_intermediate_size=32, layers=(False, True, True),
+    shared_intermediate_size=32, layers=(False, True, True), correction=True,
 )  # fmt: skip
 
 

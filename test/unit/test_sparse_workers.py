@@ -48,7 +48,7 @@ def family(name: str, **changes: Any) -> ModelConfig:
     everywhere = dataclasses.replace(base.moe, layers=(True,) * 3)
     if name == "mixtral":
         return dataclasses.replace(base, architecture="MixtralForCausalLM", moe=everywhere)
-    sigmoid = dataclasses.replace(everywhere, scoring="sigmoid")
+    sigmoid = dataclasses.replace(everywhere, scoring="sigmoid", correction=True)
     return dataclasses.replace(base, architecture="MiniMaxM2ForCausalLM", moe=sigmoid, qk_row_norm=True, rotary_dim=8)
 
 

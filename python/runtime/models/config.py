@@ -63,11 +63,13 @@ class MoeConfig:
     Attributes:
         top_k: experts that each token is routed to.
         intermediate_size: of one expert.
-        scoring: how the router's logits become weights: softmax over all experts; sigmoid, with a correction bias [E] that affects only
-            which experts are chosen; or softmax over the chosen experts ("topk_softmax").
+        scoring: how the router's logits become weights: softmax over all experts; sigmoid; or softmax over the chosen experts
+            ("topk_softmax").
+        correction: whether the router has a correction bias [E], which affects only which experts are chosen.
         renormalize: whether the weights of a token's experts are made to sum to 1.
         scaling: factor applied to the final weights.
         num_groups, top_groups: experts are chosen from the best `top_groups` of `num_groups` equal groups.
+        group_best: how many of the best experts of a group make up its score, 1 or 2.
         shared_intermediate_size: of the shared expert, through which every token runs; 0 if there is none.
         layers: whether each layer is sparse.
         bias: whether the router and the experts have biases.
@@ -81,9 +83,11 @@ class MoeConfig:
     scaling: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     shared_intermediate_size: int = 0
     layers: tuple[bool, ...]
     bias: bool = False
+    correction: bool = False
 
 
 @dataclass(frozen=True, slots=True)

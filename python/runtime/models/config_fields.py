@@ -148,6 +148,11 @@ class ConfigFields:
             raise self.error(f"{name} is {value!r}; it must be {kind} or a list of them")
         return ids
 
+    def only(self, name: str, supported: object) -> None:
+        """Raises `ConfigError` if the value is there and is not the one that is supported."""
+        if self.get(name, supported) != supported:
+            raise self.error(f"{name} is {self.get(name, None)!r}; only {supported!r} is supported")
+
     def architecture(self) -> str:
         """The one class name in `architectures`; for one of `BASE_CLASSES`, that of the class with an LM head."""
         names = self.get("architectures", [])

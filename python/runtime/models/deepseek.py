@@ -30,7 +30,7 @@ DEFAULTS = {
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
-    return latent_config(fields, layers_with_experts(fields))
+    return with_mtp(fields, latent_config(fields, experts(fields, layers_with_experts(fields))))
 
 
 def layers_with_experts(fields: ConfigFields) -> tuple[bool, ...]:
@@ -39,11 +39,8 @@ def layers_with_experts(fields: ConfigFields) -> tuple[bool, ...]:
     return tuple(layer >= dense for layer in range(fields.num_layers()))
 
 
-def latent_config(fields: ConfigFields, sparse: tuple[bool, ...]) -> ModelConfig:
-    """The architecture of a model with DeepSeek's attention and experts, under its field names.
-
-    Args:
-        sparse: whether each layer has experts; the layer for multi-token prediction has them in any case.
+def latent_config(fields: ConfigFields, moe: MoeConfig | None) -> ModelConfig:
+    """The architecture of a model with DeepSeek's attention, under its field names, and the sparse MLPs `moe`.
 
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
@@ -61,7 +58,7 @@ def latent_config(fields: ConfigFields, sparse: tuple[bool, ...]) -> ModelConfig
     correction = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim)
     scale = (nope_dim + rope_dim) ** -0.5 * correction**2
     latent = LatentConfig(q_rank, fields.positive("kv_lora_rank"), nope_dim, fields.positive("v_head_dim"), scale)
-    return with_mtp(fields, dataclasses.replace(config, latent=latent, moe=experts(fields, sparse)))
+    return dataclasses.replace(config, latent=latent, moe=moe)
 
 
 def with_mtp(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
@@ -80,20 +77,31 @@ def with_mtp(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
 def experts(fields: ConfigFields, sparse: tuple[bool, ...]) -> MoeConfig | None:
     """The sparse MLPs: sigmoid scores, a bias that affects only the choice of experts, and expert groups.
 
+    Args:
+        sparse: whether each layer has experts; the layer for multi-token prediction has them in any case.
+
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    name = fields.named("num_local_experts", "n_routed_experts")
-    if fields.optional_positive(name) is None:
+    if (name := count_field(fields)) is None:
         return None
-    for field, supported in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if fields.get(field, supported) != supported:
-            raise fields.error(f"{field} is {fields.get(field, None)!r}; only {supported!r} is supported")
-    shared = fields.positive("moe_intermediate_size") * fields.count("n_shared_experts")
-    renormalize, scaling = fields.nullable_flag("norm_topk_prob"), fields.number("routed_scaling_factor", 1.0)
-    moe = moe_fields(fields, (name,), scoring="sigmoid", renormalize=renormalize, layers=sparse, shared=shared)
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    renormalize, shared = fields.nullable_flag("norm_topk_prob"), shared_size(fields)
+    moe = moe_fields(fields, (name,), scoring="sigmoid", correction=True, renormalize=renormalize, layers=sparse, shared=shared)
     groups, top_groups = expert_groups(fields, name, moe.top_k)
-    return dataclasses.replace(moe, scaling=scaling, num_groups=groups, top_groups=top_groups)
+    return dataclasses.replace(moe, scaling=fields.number("routed_scaling_factor", 1.0), num_groups=groups, top_groups=top_groups)
+
+
+def count_field(fields: ConfigFields) -> str | None:
+    """The field that holds the number of experts; None if it is null, as in a dense model."""
+    name = fields.named("num_local_experts", "n_routed_experts")
+    return None if fields.optional_positive(name) is None else name
+
+
+def shared_size(fields: ConfigFields) -> int:
+    """The intermediate size of the shared expert."""
+    return fields.positive("moe_intermediate_size") * fields.count("n_shared_experts")
 
 
 def block(parts: ModelParts, prefix: str, layer: int) -> Block:

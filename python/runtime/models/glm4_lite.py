@@ -20,7 +20,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
         return deepseek.parse(fields)
     if not isinstance(kinds, list) or len(kinds) != count or not all(kind in ("dense", "sparse") for kind in kinds):
         raise fields.error(f"mlp_layer_types must name dense or sparse for each of {count} layers")
-    return deepseek.latent_config(fields, tuple(kind == "sparse" for kind in kinds))
+    moe = deepseek.experts(fields, tuple(kind == "sparse" for kind in kinds))
+    return deepseek.with_mtp(fields, deepseek.latent_config(fields, moe))
 
 
 block = deepseek.block

@@ -19,9 +19,9 @@ DEFAULTS = {
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture; published files name the rotated part of a head `rotary_dim`."""
     for name, only in (("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer"), ("use_qk_norm", True)):
-        if fields.get(name, only) != only:
-            raise fields.error(f"{name} is {fields.get(name, only)!r}; only {only!r} is supported")
-    moe = moe_fields(fields, ("num_experts", "num_local_experts"), inner="intermediate_size", scoring="sigmoid", renormalize=True)
+        fields.only(name, only)
+    counts = ("num_experts", "num_local_experts")
+    moe = moe_fields(fields, counts, inner="intermediate_size", scoring="sigmoid", correction=True, renormalize=True)
     if (rotated := fields.optional_positive("rotary_dim")) is not None:
         fields = fields.filled(partial_rotary_factor=rotated / fields.positive("head_dim"))
     config = decoder_config(fields, moe=moe, partial_rotary=True, qk_row_norm=True)

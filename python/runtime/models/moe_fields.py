@@ -13,6 +13,7 @@ def moe_fields(
     top_k: str = "num_experts_per_tok",
     inner: str = "moe_intermediate_size",
     scoring: Scoring = "softmax",
+    correction: bool = False,
     renormalize: bool,
     layers: tuple[bool, ...] | None = None,
     shared: int = 0,
@@ -24,6 +25,7 @@ def moe_fields(
         counts: the fields that may hold the number of experts; the first wins, as in transformers, and the last has a default.
         top_k: the field that holds how many of them a token is routed to.
         inner: the field that holds the size of one expert.
+        correction: whether the router has a correction bias.
         layers: whether each layer is sparse; all of them by default.
         shared: intermediate size of the shared expert.
 
@@ -39,6 +41,7 @@ def moe_fields(
         top_k=chosen,
         intermediate_size=fields.positive(inner),
         scoring=scoring,
+        correction=correction,
         renormalize=renormalize,
         shared_intermediate_size=shared,
         layers=layers or (True,) * fields.num_layers(),

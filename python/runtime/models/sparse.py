@@ -27,7 +27,7 @@ class SparseNames:
     Attributes:
         experts: the routed experts, with their whole prefix.
         router: the router's linear layer, without `.weight`.
-        correction_bias: the correction bias of a sigmoid router.
+        correction_bias: the router's correction bias, if it has one.
         shared: prefix of the shared expert's `gate_proj`, `up_proj` and `down_proj`.
         shared_gate: the layer whose sigmoid scales the shared expert, without `.weight`; None if there is none.
     """
@@ -86,11 +86,11 @@ class SparseParts:
     def router(self, names: SparseNames, fused: bool) -> Router:
         """The router, whole on every rank."""
         m, tensor = self.moe, self.weights.tensor
-        rule = RoutingRule(m.top_k, m.scoring, m.renormalize, m.scaling, m.num_groups, m.top_groups, int(fused))
+        rule = RoutingRule(m.top_k, m.scoring, m.renormalize, m.scaling, m.num_groups, m.top_groups, int(fused), m.group_best)
         weight = tensor(names.router + ".weight", (m.num_experts, self.hidden))
         self.weights.may_be_packed(names.router, weight)  # as in some files of AutoAWQ
         bias = tensor(names.router + ".bias", (m.num_experts,)) if m.bias else None
-        correction = tensor(names.correction_bias, (m.num_experts,), torch.float32) if m.scoring == "sigmoid" else None
+        correction = tensor(names.correction_bias, (m.num_experts,), torch.float32) if m.correction else None
         kept = torch.zeros((KEPT_ROWS, -(-(m.num_experts + fused) // WORD)), dtype=torch.int32, device=weight.device)
         return Router(weight, rule, bias, correction, kept)
 

@@ -20,7 +20,8 @@ def route(x: torch.Tensor, router: Router) -> Routing:
     """Choose the `top_k` experts of each row of `x` [T, hidden], best first; of equal scores the smaller id. A stacked shared expert
     follows. Does not synchronise with the device.
 
-    Source: Shazeer et al. 2017, arXiv:1701.06538; grouped choice with correction bias: DeepSeek-V3, arXiv:2412.19437.
+    Source: Shazeer et al. 2017, arXiv:1701.06538; groups scored by their best expert: DeepSeek-V2, arXiv:2405.04434; by their two best,
+    with correction bias: DeepSeek-V3, arXiv:2412.19437.
     """
     rule = router.rule
     logits = row_products(x, router.weight)
@@ -28,7 +29,7 @@ def route(x: torch.Tensor, router: Router) -> Routing:
     scores = {"softmax": lambda: logits.softmax(dim=1), "sigmoid": lambda: sigmoid(logits), "topk_softmax": lambda: logits}[rule.scoring]()
     choice = scores if router.correction_bias is None else scores + router.correction_bias
     if rule.num_groups > 1:
-        choice = _within_best_groups(choice, rule.num_groups, rule.top_groups)
+        choice = _within_best_groups(choice, rule.num_groups, rule.top_groups, rule.group_best)
     ids = choice.sort(dim=1, descending=True, stable=True).indices[:, : rule.top_k]
     weights = scores.gather(1, ids)
     if rule.scoring == "topk_softmax":
@@ -62,10 +63,10 @@ def masks_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.where(bits >= 1 << (WORD - 1), bits - (1 << WORD), bits).to(torch.int32)
 
 
-def _within_best_groups(choice: torch.Tensor, num_groups: int, top_groups: int) -> torch.Tensor:
-    """`choice` [T, E], -inf outside the best groups: those with the largest sum of their two best entries."""
+def _within_best_groups(choice: torch.Tensor, num_groups: int, top_groups: int, group_best: int) -> torch.Tensor:
+    """`choice` [T, E], -inf outside the best groups: those with the largest sum of their `group_best` best entries."""
     grouped = choice.view(len(choice), num_groups, -1)
-    score = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)
+    score = grouped.topk(min(group_best, grouped.shape[2]), dim=2).values.sum(dim=2)
     best = score.sort(dim=1, descending=True, stable=True).indices[:, :top_groups]
     kept = torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True)
     return grouped.masked_fill(~kept[:, :, None], float("-inf")).view_as(choice)

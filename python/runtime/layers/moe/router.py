@@ -13,7 +13,7 @@ KEPT_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """The rule by which logits become experts and weights; `MoeConfig` describes all fields except the last.
+    """The rule by which logits become experts and weights; `MoeConfig` describes all fields except `shared`.
 
     Attributes:
         shared: 1 if the shared expert is stacked after the routed ones: every token uses it with weight 1.
@@ -26,6 +26,7 @@ class RoutingRule:
     num_groups: int = 1
     top_groups: int = 1
     shared: int = 0
+    group_best: int = 2
 
     @property
     def chosen(self) -> int:
@@ -40,7 +41,7 @@ class Router:
     Attributes:
         weight: [E, hidden] in the model's dtype.
         bias: [E] in the model's dtype, or None.
-        correction_bias: float32 [E], added to sigmoid scores for the choice only, or None.
+        correction_bias: float32 [E], added to the scores for the choice only, or None.
         kept: int32 [rows, words] for `Routing.masks` of the last pass of at most `rows` tokens, or None.
     """
 

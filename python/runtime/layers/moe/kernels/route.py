@@ -51,7 +51,7 @@ def route(
     """
     (T, K), E, scoring = x.shape, router.num_experts, router.rule
     padded, few = max(triton.next_power_of_2(E), 16), T <= FEW_ROWS
-    _check(K, router.weight, scoring, padded)
+    _check(K, router.weight, scoring)
     rows, experts, splits = _tiling(T, K, padded)
     blocks, words = triton.cdiv(T, rows), triton.cdiv(E + scoring.shared, 32)
     assert blocks <= MAX_BLOCKS, f"expected at most {MAX_BLOCKS * rows} tokens; got {T}"
@@ -68,20 +68,22 @@ def route(
         TOP_K=scoring.top_k, SHARED=scoring.shared, TOP_PAD=triton.next_power_of_2(scoring.chosen), WORDS=triton.next_power_of_2(words),
         BLOCK_M=rows, BLOCK_E=experts, BLOCK_K=COLUMNS if few else COLUMNS // 2, E_PAD=padded, SPLITS=splits,
         SCORING=SCORINGS.index(scoring.scoring), RENORMALIZE=scoring.renormalize,
-        GROUPS=scoring.num_groups, TOP_GROUPS=scoring.top_groups, BIAS=router.bias is not None,
+        GROUPS=scoring.num_groups, TOP_GROUPS=scoring.top_groups, GROUP_SIZE=E // scoring.num_groups, GROUP_BEST=scoring.group_best,
+        SIZE_PAD=padded if scoring.num_groups == 1 else triton.next_power_of_2(E // scoring.num_groups),
+        GROUPS_PAD=triton.next_power_of_2(scoring.num_groups), BIAS=router.bias is not None,
         CORRECTION=router.correction_bias is not None, NORM=norm is not None, PDL=pdl,
         num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),
     )  # fmt: skip
     return routed
 
 
-def _check(columns: int, weight: torch.Tensor, scoring: RoutingRule, padded: int) -> None:
-    """Assert that the kernel supports a router of these columns and experts, padded to a power of two."""
+def _check(columns: int, weight: torch.Tensor, scoring: RoutingRule) -> None:
+    """Assert that the kernel supports a router of these columns and experts."""
     E, K = weight.shape
     assert columns == K, f"expected a router of {columns} columns; got {K}"
     assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
     assert scoring.top_k <= E, f"expected at least {scoring.top_k} experts; got {E}"
-    assert scoring.num_groups == 1 or padded == E, f"expected a power of two of experts in groups; got {E}"
+    assert E % scoring.num_groups == 0, f"expected a multiple of {scoring.num_groups} experts; got {E}"
 
 
 def _tiling(tokens: int, columns: int, experts: int) -> tuple[int, int, int]:
@@ -110,8 +112,8 @@ def _route_kernel(
     squares_ptr, normed_ptr, parts, eps, T, K, E, columns, words, scaling,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, TOP_PAD: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, E_PAD: tl.constexpr, SPLITS: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr, CORRECTION: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_BEST: tl.constexpr, SIZE_PAD: tl.constexpr,
+    GROUPS_PAD: tl.constexpr, BIAS: tl.constexpr, CORRECTION: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program sums `columns` columns of the logits of `BLOCK_E` experts for `BLOCK_M` tokens; the last one of a block of tokens
     chooses.
@@ -150,7 +152,7 @@ def _route_kernel(
             tl.store(tickets_ptr + block, 0)
         _choose(
             bias_ptr, correction_ptr, logits_ptr, ids_ptr, weights_ptr, masks_ptr, m, T, E, words, scaling, TOP_K, SHARED, TOP_PAD,
-            WORDS, E_PAD, SPLITS, SCORING, RENORMALIZE, GROUPS, TOP_GROUPS, BIAS, CORRECTION,
+            WORDS, E_PAD, SPLITS, SCORING, RENORMALIZE, GROUPS, TOP_GROUPS, GROUP_SIZE, GROUP_BEST, SIZE_PAD, GROUPS_PAD, BIAS, CORRECTION,
         )  # fmt: skip
 
 
@@ -158,20 +160,22 @@ def _route_kernel(
 def _choose(
     bias_ptr, correction_ptr, logits_ptr, ids_ptr, weights_ptr, masks_ptr, m, T, E, words, scaling,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, TOP_PAD: tl.constexpr, WORDS: tl.constexpr, E_PAD: tl.constexpr, SPLITS: tl.constexpr,
-    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr,
-    CORRECTION: tl.constexpr,
+    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    GROUP_BEST: tl.constexpr, SIZE_PAD: tl.constexpr, GROUPS_PAD: tl.constexpr, BIAS: tl.constexpr, CORRECTION: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of tokens m from the logits."""
+    """Choose the experts of tokens m from the logits. Each group of experts is padded to a power of two columns."""
     BLOCK_M: tl.constexpr = m.shape[0]
-    e = tl.arange(0, E_PAD)
-    inside = (m < T)[:, None] & (e < E)[None, :]
-    scores = tl.zeros((BLOCK_M, E_PAD), dtype=tl.float32)
+    column = tl.arange(0, GROUPS_PAD * SIZE_PAD)
+    e = column // SIZE_PAD * GROUP_SIZE + column % SIZE_PAD
+    real = (column % SIZE_PAD < GROUP_SIZE) & (column < GROUPS * SIZE_PAD)
+    inside = (m < T)[:, None] & real[None, :]
+    scores = tl.zeros((BLOCK_M, GROUPS_PAD * SIZE_PAD), dtype=tl.float32)
     for split in tl.static_range(SPLITS):
         at = logits_ptr + (split * T + m).to(tl.int64)[:, None] * E_PAD + e[None, :]
         scores += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
     if BIAS:
-        scores += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
-    scores = tl.where((e < E)[None, :], scores, float("-inf"))
+        scores += tl.load(bias_ptr + e, mask=real, other=0.0).to(tl.float32)[None, :]
+    scores = tl.where(real[None, :], scores, float("-inf"))
     if SCORING == SOFTMAX:
         scores = tl.exp(scores - tl.max(scores, 1)[:, None])
         scores /= tl.sum(scores, 1)[:, None]
@@ -179,12 +183,13 @@ def _choose(
         scores = 1.0 / (1.0 + tl.exp(-scores))
     choice = scores
     if CORRECTION:
-        choice += tl.load(correction_ptr + e, mask=e < E, other=0.0)[None, :]
+        choice += tl.load(correction_ptr + e, mask=real, other=0.0)[None, :]
     if GROUPS > 1:
-        choice = _within_best_groups(choice, GROUPS, TOP_GROUPS)
+        choice = tl.where(real[None, :], choice, float("-inf"))
+        choice = _within_best_groups(choice, GROUPS_PAD, TOP_GROUPS, GROUP_BEST)
     # Minus infinity marks experts already chosen. Scores are raised above it, so a token's experts differ even if scores are NaN or -inf.
     choice = tl.where(choice > LEAST, choice, LEAST)
-    choice = tl.where((e < E)[None, :], choice, float("-inf"))
+    choice = tl.where(real[None, :], choice, float("-inf"))
     j, word = tl.arange(0, TOP_PAD), tl.arange(0, WORDS)
     ids = tl.zeros((BLOCK_M, TOP_PAD), dtype=tl.int32)
     weights = tl.zeros((BLOCK_M, TOP_PAD), dtype=tl.float32)
@@ -192,7 +197,7 @@ def _choose(
     for place in tl.static_range(TOP_K):
         best = tl.max(choice, 1)
         expert = tl.min(tl.where(choice == best[:, None], e[None, :], E_PAD), 1)
-        chosen = e[None, :] == expert[:, None]
+        chosen = (e[None, :] == expert[:, None]) & real[None, :]
         weight = tl.sum(tl.where(chosen, scores, 0.0), 1)
         choice = tl.where(chosen, float("-inf"), choice)
         ids = tl.where((j == place)[None, :], expert[:, None], ids)
@@ -217,13 +222,13 @@ def _choose(
 
 
 @triton.jit
-def _within_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """`choice` [M, E], -inf outside the `TOP_GROUPS` groups with the largest sum of their two best entries."""
+def _within_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr):
+    """`choice` [M, columns], -inf outside the `TOP_GROUPS` groups with the largest sum of their `GROUP_BEST` best entries, 1 or 2."""
     BLOCK_M: tl.constexpr = choice.shape[0]
     SIZE: tl.constexpr = choice.shape[1] // GROUPS
     grouped = choice.reshape(BLOCK_M, GROUPS, SIZE)
     score = tl.max(grouped, 2)
-    if SIZE > 1:
+    if GROUP_BEST > 1 and SIZE > 1:
         place = tl.arange(0, SIZE)[None, None, :]
         first = tl.min(tl.where(grouped == score[:, :, None], place, SIZE), 2)
         score += tl.max(tl.where(place == first[:, :, None], float("-inf"), grouped), 2)

@@ -70,6 +70,18 @@ DEEPSEEK: Config = GLM | {
                      "original_max_position_embeddings": 4096},
     "quantization_config": FP8, "num_hidden_layers": 2,
 }  # fmt: skip
+DEEPSEEK_LITE: Config = DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048, "q_lora_rank": None,
+    "intermediate_size": 10944, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2, "n_group": 1,
+    "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    "rope_scaling": DEEPSEEK["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707}, "num_nextn_predict_layers": 0,
+    "quantization_config": None, "num_hidden_layers": 4,
+}  # fmt: skip
+DEEPSEEK_V2: Config = DEEPSEEK_LITE | {
+    "hidden_size": 5120, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "intermediate_size": 12288,
+    "n_routed_experts": 160, "moe_intermediate_size": 1536, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 16.0, "quantization_config": FP8,
+}  # fmt: skip
 GLM_AIR: Config = FEW | {
     "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096, "num_attention_heads": 96,
     "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": False,
@@ -198,6 +210,8 @@ FAMILIES: dict[str, Family] = {
     "glm": Family(GLM, "MTP", backends=LATENT_BACKENDS),
     "glm-4.5-air": Family(GLM_AIR, "MTP"),
     "glm-4.6": Family(GLM_46, "MTP", backends=("fa3",)),
+    "deepseek-v2-lite": Family(DEEPSEEK_LITE, "EAGLE3", _draft_of(DEEPSEEK_LITE), backends=LATENT_BACKENDS),
+    "deepseek-v2-fp8": Family(DEEPSEEK_V2, "NGRAM", backends=("fa3",)),
     "deepseek-fp8": Family(DEEPSEEK, "MTP", backends=LATENT_BACKENDS),
     "gemma-4": Family(_gemma(sparse=False), "DFLASH", _BLOCK, steps=15, backends=("fa3",)),
     "gemma-4-sparse": Family(_gemma(sparse=True), "DFLASH", _BLOCK | {"hidden_size": 2816}, steps=15, backends=("fa3",)),

@@ -43,6 +43,7 @@ LATENT: dict[str, Any] = {
     **DERIVED_HEADS, **GROUPED_EXPERTS, "num_key_value_heads": 64,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "rope_interleave": False,
 }  # fmt: skip
+DIRECT = {name: value for name, value in LATENT.items() if name != "rope_interleave"}
 KINDS = ["full_attention", *["sliding_attention"] * 6, "full_attention"]
 QUARTER = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -103,6 +104,7 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": KINDS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", {**DIRECT, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"}),
     "DeepseekV3ForCausalLM": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}),
     "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", {**LATENT, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5}),
     "Glm4MoeForCausalLM": (
@@ -338,6 +340,7 @@ DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 50.0},
     "gemma3": {},
     "gemma4-own-values": {},
+    "deepseek-v2-lite": {"routed_scaling_factor": 1.0, "n_routed_experts": 64, "first_k_dense_replace": 0},
     "deepseek-experts": {"n_routed_experts": 16, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
     "olmo2": {"num_key_value_heads": 4},
     "olmo3": {"num_key_value_heads": 4},

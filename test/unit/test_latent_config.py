@@ -26,6 +26,22 @@ DEEPSEEK: dict[str, Any] = {
                      "original_max_position_embeddings": 4096},
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 }  # fmt: skip
+DEEPSEEK_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax", "topk_method": "greedy", "first_k_dense_replace": 1, "moe_layer_freq": 1, "q_lora_rank": None,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_theta": 10000,
+    "max_position_embeddings": 163840, "vocab_size": 102400, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+                     "original_max_position_embeddings": 4096},
+}  # fmt: skip
+DEEPSEEK_V2: dict[str, Any] = DEEPSEEK_LITE | {
+    "hidden_size": 5120, "num_hidden_layers": 60, "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0,
+    "topk_method": "group_limited_greedy", "q_lora_rank": 1536,
+}  # fmt: skip
 GLM: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20,
     "num_key_value_heads": 20, "intermediate_size": 10240, "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1,
@@ -73,6 +89,33 @@ def test_deepseek_v3() -> None:
     assert config.quant is not None
     assert config.quant.keeps("model.layers.61.eh_proj"), "the checkpoint holds it in bfloat16"
     assert not config.quant.keeps("model.layers.61.self_attn.q_b_proj")
+
+
+def test_deepseek_v2_and_its_lite_model() -> None:
+    correction = 0.1 * 0.707 * math.log(40) + 1
+    for raw, rank, groups in ((DEEPSEEK_LITE, None, (1, 1)), (DEEPSEEK_V2, 1536, (8, 3))):
+        config, moe = parsed(raw), parsed(raw).moe
+        assert config.latent == LatentConfig(rank, 512, 128, 128, pytest.approx(192**-0.5 * correction**2))
+        assert (config.rope_interleaved, config.max_context_len, config.mtp, config.kv_columns) == (True, 163840, None, 576)
+        assert moe is not None
+        assert (moe.num_experts, moe.num_groups, moe.top_groups, moe.group_best) == (raw["n_routed_experts"], *groups, 1)
+        assert (moe.scoring, moe.renormalize, moe.correction, moe.scaling) == ("softmax", False, False, raw["routed_scaling_factor"])
+        assert (moe.layers.index(True), moe.shared_intermediate_size, moe.top_k) == (1, 2 * raw["moe_intermediate_size"], 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; only 'softmax' is supported"),
+        ({"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; only 'greedy' and 'group_limited_greedy' are supported"),
+        ({"norm_topk_prob": True}, "norm_topk_prob is True; only False is supported"),
+        ({"mlp_bias": True}, "mlp_bias is True; only False is supported"),
+        ({"topk_group": 9}, "topk_group is 9; it must be at most n_group, 8"),
+    ],
+)
+def test_variants_of_deepseek_v2_that_are_not_supported_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parsed(DEEPSEEK_V2, **changes)
 
 
 def test_glm_flash() -> None:

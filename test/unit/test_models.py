@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Ernie4_5Config,
@@ -309,6 +311,21 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
             tie_word_embeddings=True,
             rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
         ),
+    ),
+    "deepseek-v2": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config(
+            **COMMON | LATENT | DEEPSEEK_EXPERTS,
+            first_k_dense_replace=1,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            rope_parameters=YARN,
+        ),
+    ),
+    "deepseek-v2-lite": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config(**COMMON | LATENT | DEEPSEEK_EXPERTS | {"q_lora_rank": None, "n_shared_experts": 2}, first_k_dense_replace=1),
     ),
     "glm4-flash": (Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**COMMON | LATENT | DEEPSEEK_EXPERTS)),
     "glm4-moe": (

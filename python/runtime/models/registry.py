@@ -16,6 +16,7 @@ from runtime.model_files.checkpoint_folder import tensor_places
 from runtime.model_files.tied_head import HEAD, has_own_head
 from runtime.models import (
     deepseek,
+    deepseek_v2,
     ernie4_5,
     exaone4,
     gemma2,
@@ -101,6 +102,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4,
     "GptOssForCausalLM": gpt_oss,
+    "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek,
     "GlmForCausalLM": glm,
     "Glm4ForCausalLM": glm4,

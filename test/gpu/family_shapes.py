@@ -80,7 +80,7 @@ DEEPSEEK_LITE: Config = DEEPSEEK | {
 DEEPSEEK_V2: Config = DEEPSEEK_LITE | {
     "hidden_size": 5120, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "intermediate_size": 12288,
     "n_routed_experts": 160, "moe_intermediate_size": 1536, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy",
-    "routed_scaling_factor": 16.0, "quantization_config": FP8,
+    "routed_scaling_factor": 16.0, "quantization_config": FP8, "num_hidden_layers": 2,
 }  # fmt: skip
 GLM_AIR: Config = FEW | {
     "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096, "num_attention_heads": 96,
@@ -172,6 +172,38 @@ GEMMA_3: Config = FEW | {
     "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     "max_position_embeddings": 131072, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "torch_dtype": "bfloat16",
 }  # fmt: skip
+ERNIE: Config = FEW | {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "hidden_size": 2560, "num_attention_heads": 20,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536,
+    "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 1, "use_bias": False, "rope_theta": 500000,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+DOTS: Config = FEW | {
+    "architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "intermediate_size": 10944, "first_k_dense_replace": 1, "n_routed_experts": 32, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+    "n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": 64, "max_window_layers": 2,
+    "rope_theta": 10000000, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "tie_word_embeddings": False, "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+OLMOE: Config = FEW | {
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rope_theta": 10000,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+SOLAR: Config = FEW | {
+    "architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open", "hidden_size": 4096, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 10240, "n_routed_experts": 32, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1280, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "rope_theta": 1000000, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+EXAONE: Config = FEW | {
+    "architectures": ["ExaoneMoEForCausalLM"], "model_type": "exaone_moe", "hidden_size": 6144, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 18432, "first_k_dense_replace": 1, "num_experts": 32,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "num_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": 128, "sliding_window_pattern": 4, "rope_theta": 1000000,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
 _QWEN_DRAFT = _read("qwen3-30b-a3b-eagle3", **DRAFT)
 
 
@@ -206,6 +238,11 @@ FAMILIES: dict[str, Family] = {
     "hunyuan": Family(HUNYUAN, "EAGLE3", _draft_of(HUNYUAN)),
     "gemma-2": Family(GEMMA_2, "EAGLE3", _draft_of(GEMMA_2), backends=("flashinfer",)),
     "gemma-3": Family(GEMMA_3, "EAGLE3", _draft_of(GEMMA_3)),
+    "ernie-moe": Family(ERNIE, "EAGLE3", _draft_of(ERNIE)),
+    "dots1": Family(DOTS, "EAGLE3", _draft_of(DOTS), backends=("fa3",)),
+    "olmoe": Family(OLMOE, "EAGLE3", _draft_of(OLMOE) | {"intermediate_size": 8192}),
+    "solar-open": Family(SOLAR, "EAGLE3", _draft_of(SOLAR)),
+    "exaone-moe": Family(EXAONE, "EAGLE3", _draft_of(EXAONE), backends=("fa3",)),
     "mimo": Family(MIMO, "MTP"),
     "glm": Family(GLM, "MTP", backends=LATENT_BACKENDS),
     "glm-4.5-air": Family(GLM_AIR, "MTP"),

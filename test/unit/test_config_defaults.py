@@ -169,9 +169,41 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "SeedOssForCausalLM": ("seed_oss", {**ATTENTION, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    "Ernie4_5_MoeForCausalLM": (
+        "ernie4_5_moe",
+        {
+            **ATTENTION, "moe_num_experts": 40, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 2, "moe_layer_end_index": 6, "moe_layer_interval": 2, "tie_word_embeddings": False,
+        },
+    ),
+    "Dots1ForCausalLM": (
+        "dots1",
+        {**ATTENTION, **GROUPED_EXPERTS, "norm_topk_prob": True, "first_k_dense_replace": 2, "attention_bias": True, "layer_types": KINDS},
+    ),
+    "OlmoeForCausalLM": (
+        "olmoe", {**ATTENTION, "num_experts": 40, "num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "SolarOpenForCausalLM": (
+        "solar_open",
+        {
+            **ATTENTION, **GROUPED_EXPERTS, "attention_bias": True, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "ExaoneMoeForCausalLM": (
+        "exaone_moe",
+        {
+            **ATTENTION, "num_experts": 40, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 2, "n_group": 4,
+            "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "sliding_window": 6, "layer_types": KINDS,
+            "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5,
+        },
+    ),
 }  # fmt: skip
 """For each class, transformers' model type and a file in which as many fields as possible differ from their defaults."""
-WITHOUT_MEANING = {"kv_lora_rank", "v_head_dim", "n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace"}
+WITHOUT_MEANING = {
+    "kv_lora_rank", "v_head_dim", "n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "n_shared_experts",
+    "moe_num_experts", "moe_k", "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_interval",
+}  # fmt: skip
 """Fields whose null transformers' classes take and its models cannot compute with."""
 NO_WINDOW = {"Gemma3ForCausalLM", "Gemma2ForCausalLM", "Olmo3ForCausalLM"}
 """Classes of transformers whose models cannot compute with a `sliding_window` of null either."""
@@ -237,6 +269,8 @@ def test_null_means_what_transformers_takes_it_for(architecture: str) -> None:
         found = read(null)
         if value is not None:
             assert found == read({**raw, field: value}), field
+        elif architecture == "Dots1ForCausalLM" and field in ("n_group", "topk_group"):
+            assert found == read({**raw, "n_group": 4, "topk_group": 2, field: 1}), "as in some files"
         elif field in WITHOUT_MEANING or (field == "sliding_window" and architecture in NO_WINDOW):
             assert found is None, field
         elif field in ("norm_topk_prob", "rope_interleave"):
@@ -247,7 +281,8 @@ def test_null_means_what_transformers_takes_it_for(architecture: str) -> None:
 
 def test_every_family_is_compared() -> None:
     around_a_decoder = {f"{name}ForConditionalGeneration" for name in ("Gemma3", "Gemma4", "Mistral3")}
-    assert set(UNUSUAL) | around_a_decoder == set(FAMILIES)
+    assert set(UNUSUAL) | around_a_decoder | {"ExaoneMoEForCausalLM"} == set(FAMILIES)
+    assert FAMILIES["ExaoneMoEForCausalLM"] is FAMILIES["ExaoneMoeForCausalLM"], "the name in published files"
 
 
 @pytest.mark.parametrize(
@@ -260,6 +295,11 @@ def test_every_family_is_compared() -> None:
         ("DeepseekV3ForCausalLM", "num_local_experts", "n_routed_experts"),
         ("Glm4MoeLiteForCausalLM", "num_local_experts", "n_routed_experts"),
         ("Glm4MoeForCausalLM", "num_local_experts", "n_routed_experts"),
+        ("DeepseekV2ForCausalLM", "num_experts", "n_routed_experts"),
+        ("Dots1ForCausalLM", "num_local_experts", "n_routed_experts"),
+        ("SolarOpenForCausalLM", "num_local_experts", "n_routed_experts"),
+        ("OlmoeForCausalLM", "num_local_experts", "num_experts"),
+        ("Ernie4_5_MoeForCausalLM", "num_experts", "moe_num_experts"),
     ],
 )
 def test_the_number_of_experts_has_the_names_of_transformers(architecture: str, alias: str, field: str) -> None:
@@ -340,6 +380,10 @@ DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 50.0},
     "gemma3": {},
     "gemma4-own-values": {},
+    "ernie-moe": {"moe_num_experts": 64, "moe_k": 6, "num_key_value_heads": 4, "moe_layer_end_index": 2, "tie_word_embeddings": True},
+    "dots1": {"n_group": 1, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+    "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
+    "exaone-moe": {"num_experts": 64, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "n_group": 1, "sliding_window_pattern": 4},
     "deepseek-v2-lite": {"routed_scaling_factor": 1.0, "n_routed_experts": 64, "first_k_dense_replace": 0},
     "deepseek-experts": {"n_routed_experts": 16, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
     "olmo2": {"num_key_value_heads": 4},

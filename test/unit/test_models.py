@@ -14,10 +14,16 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    ExaoneMoeConfig,
+    ExaoneMoeForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -60,6 +66,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -75,6 +83,8 @@ from transformers import (
     SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    SolarOpenConfig,
+    SolarOpenForCausalLM,
 )
 
 from runtime.batch import ForwardMode
@@ -327,6 +337,26 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         DeepseekV2ForCausalLM,
         DeepseekV2Config(**COMMON | LATENT | DEEPSEEK_EXPERTS | {"q_lora_rank": None, "n_shared_experts": 2}, first_k_dense_replace=1),
     ),
+    "kimi-k2": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **COMMON | LATENT | DEEPSEEK_EXPERTS | {"n_routed_experts": 12, "routed_scaling_factor": 2.827},
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+            rope_parameters=YARN | {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale_all_dim": 1.0},
+        ),
+    ),
+    "moonlight": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **COMMON | LATENT | DEEPSEEK_EXPERTS | {"q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 2.446},
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+            rms_norm_eps=1e-5,
+        ),
+    ),
     "glm4-flash": (Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**COMMON | LATENT | DEEPSEEK_EXPERTS)),
     "glm4-moe": (
         Glm4MoeForCausalLM,
@@ -414,6 +444,44 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         ),
     ),
     "seed-oss": (SeedOssForCausalLM, SeedOssConfig(**COMMON, head_dim=16, attention_out_bias=True, mlp_bias=True)),
+    "ernie-moe": (
+        Ernie4_5_MoeForCausalLM,
+        Ernie4_5_MoeConfig(**COMMON, moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_layer_end_index=1),
+    ),
+    "ernie-moe-every-second-layer": (
+        Ernie4_5_MoeForCausalLM,
+        Ernie4_5_MoeConfig(
+            **COMMON,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_intermediate_size=32,
+            moe_num_shared_experts=1,
+            moe_layer_start_index=0,
+            moe_layer_interval=2,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "dots1": (Dots1ForCausalLM, Dots1Config(**COMMON | DEEPSEEK_EXPERTS, first_k_dense_replace=1, n_group=2, norm_topk_prob=True)),
+    "dots1-windows": (
+        Dots1ForCausalLM,
+        Dots1Config(**COMMON | DEEPSEEK_EXPERTS | {"n_shared_experts": 2}, sliding_window=6, max_window_layers=1, attention_bias=True),
+    ),
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig(**SPARSE | {"num_key_value_heads": 4}, num_experts=8)),
+    "olmoe-renormalised": (OlmoeForCausalLM, OlmoeConfig(**SPARSE, num_experts=8, norm_topk_prob=True, attention_bias=True)),
+    "solar-open": (
+        SolarOpenForCausalLM,
+        SolarOpenConfig(**COMMON | DEEPSEEK_EXPERTS, head_dim=16, attention_bias=True, n_group=2, topk_group=1),
+    ),
+    "exaone-moe": (
+        ExaoneMoeForCausalLM,
+        ExaoneMoeConfig(
+            **COMMON | EXPERTS | {"initializer_range": 0.2},
+            num_experts_per_tok=2,
+            n_group=2,
+            sliding_window=6,
+            sliding_window_pattern=3,
+        ),
+    ),
     "deepseek-biases": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3, attention_bias=True)),
 }
 
@@ -432,9 +500,9 @@ class Checkpoint:
             for parameter in self.reference.parameters():
                 if parameter.dim() == 1:  # biases begin as zeros and norms as ones, which would hide a swapped one
                     parameter.add_(torch.randn_like(parameter) * 0.2)
-            for name, buffer in self.reference.named_buffers():
+            for name, tensor in (*self.reference.named_buffers(), *self.reference.named_parameters()):
                 if name.endswith("e_score_correction_bias"):  # zeros too
-                    buffer.add_(torch.randn_like(buffer) * 0.2)
+                    tensor.add_(torch.randn_like(tensor) * 0.2)
             self.ids = torch.randint(0, VOCAB, (LENGTH,))
             out = self.reference(self.ids[None], output_hidden_states=True)
         self.logits, self.hidden = out.logits[0], out.hidden_states
@@ -604,7 +672,18 @@ def test_logits_match_transformers(checkpoint: Checkpoint, served: DecoderModel,
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3-moe", "qwen2-moe", "mixtral", "minimax-m2", "deepseek-experts", "glm4-moe", "gpt-oss", "gemma3-with-vision"],
+    [
+        "qwen3-moe",
+        "qwen2-moe",
+        "mixtral",
+        "minimax-m2",
+        "deepseek-experts",
+        "glm4-moe",
+        "gpt-oss",
+        "ernie-moe",
+        "exaone-moe",
+        "gemma3-with-vision",
+    ],
 )
 def test_tensors_named_as_in_memory_load(tmp_path: Path, family: str) -> None:
     checkpoint = Checkpoint(family, tmp_path)

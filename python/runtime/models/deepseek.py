@@ -87,15 +87,28 @@ def experts(fields: ConfigFields, sparse: tuple[bool, ...]) -> MoeConfig | None:
         return None
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
-    renormalize, shared = fields.nullable_flag("norm_topk_prob"), shared_size(fields)
-    moe = moe_fields(fields, (name,), scoring="sigmoid", correction=True, renormalize=renormalize, layers=sparse, shared=shared)
-    groups, top_groups = expert_groups(fields, name, moe.top_k)
+    return grouped_experts(fields, name, sparse, shared_size(fields))
+
+
+def grouped_experts(fields: ConfigFields, count: str, sparse: tuple[bool, ...], shared: int) -> MoeConfig:
+    """As `experts`, for a family that may name the fields of its experts otherwise.
+
+    Args:
+        count: the field that holds the number of experts.
+        shared: intermediate size of the shared expert.
+
+    Raises:
+        ConfigError: a field is missing, not of its type, or not supported.
+    """
+    renormalize = fields.nullable_flag("norm_topk_prob")
+    moe = moe_fields(fields, (count,), scoring="sigmoid", correction=True, renormalize=renormalize, layers=sparse, shared=shared)
+    groups, top_groups = expert_groups(fields, count, moe.top_k)
     return dataclasses.replace(moe, scaling=fields.number("routed_scaling_factor", 1.0), num_groups=groups, top_groups=top_groups)
 
 
-def count_field(fields: ConfigFields) -> str | None:
-    """The field that holds the number of experts; None if it is null, as in a dense model."""
-    name = fields.named("num_local_experts", "n_routed_experts")
+def count_field(fields: ConfigFields, other: str = "num_local_experts") -> str | None:
+    """The field that holds the number of experts, which may have the `other` name; None if it is null, as in a dense model."""
+    name = fields.named(other, "n_routed_experts")
     return None if fields.optional_positive(name) is None else name
 
 

@@ -29,7 +29,7 @@ def experts(fields: ConfigFields) -> MoeConfig | None:
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    if (name := deepseek.count_field(fields)) is None:
+    if (name := deepseek.count_field(fields, "num_experts")) is None:
         return None
     fields.only("scoring_func", "softmax")
     fields.only("norm_topk_prob", False)  # DeepSeek's code then leaves out the scaling factor, and that of transformers ignores it

@@ -5,6 +5,7 @@ from __future__ import annotations
 from runtime.models import deepseek
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
+from runtime.models.moe_fields import named_layers
 
 DEFAULTS = {
     **deepseek.LAYER_DEFAULTS, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5,
@@ -15,12 +16,8 @@ DEFAULTS = {
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
-    count, kinds = fields.num_layers(), fields.get("mlp_layer_types", None)
-    if kinds is None:
-        return deepseek.parse(fields)
-    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in ("dense", "sparse") for kind in kinds):
-        raise fields.error(f"mlp_layer_types must name dense or sparse for each of {count} layers")
-    moe = deepseek.experts(fields, tuple(kind == "sparse" for kind in kinds))
+    sparse = named_layers(fields) or deepseek.layers_with_experts(fields)
+    moe = deepseek.experts(fields, sparse)
     return deepseek.with_mtp(fields, deepseek.latent_config(fields, moe))
 
 

@@ -72,3 +72,17 @@ def sparse_layers(fields: ConfigFields) -> tuple[bool, ...]:
     """Which layers are sparse in the Qwen families: every `decoder_sparse_step`-th except `mlp_only_layers`."""
     step, dense = fields.positive("decoder_sparse_step"), set(fields.ids("mlp_only_layers", "the number of a layer"))
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(fields.num_layers()))
+
+
+def named_layers(fields: ConfigFields) -> tuple[bool, ...] | None:
+    """Which layers are sparse by `mlp_layer_types`; None if the file lacks it.
+
+    Raises:
+        ConfigError: it does not name the kind of each layer.
+    """
+    count, kinds = fields.num_layers(), fields.get("mlp_layer_types", None)
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise fields.error(f"mlp_layer_types must name dense or sparse for each of {count} layers")
+    return tuple(kind == "sparse" for kind in kinds)

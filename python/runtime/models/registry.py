@@ -17,8 +17,11 @@ from runtime.model_files.tied_head import HEAD, has_own_head
 from runtime.models import (
     deepseek,
     deepseek_v2,
+    dots1,
     ernie4_5,
+    ernie4_5_moe,
     exaone4,
+    exaone_moe,
     gemma2,
     gemma3,
     gemma4,
@@ -38,6 +41,7 @@ from runtime.models import (
     mixtral,
     olmo2,
     olmo3,
+    olmoe,
     phi3,
     qwen2,
     qwen2_moe,
@@ -45,6 +49,7 @@ from runtime.models import (
     qwen3_moe,
     seed_oss,
     smollm3,
+    solar_open,
 )
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
@@ -118,6 +123,12 @@ FAMILIES: dict[str, Family] = {
     "Phi3ForCausalLM": phi3,
     "SmolLM3ForCausalLM": smollm3,
     "SeedOssForCausalLM": seed_oss,
+    "Ernie4_5_MoeForCausalLM": ernie4_5_moe,
+    "Dots1ForCausalLM": dots1,
+    "OlmoeForCausalLM": olmoe,
+    "SolarOpenForCausalLM": solar_open,
+    "ExaoneMoeForCausalLM": exaone_moe,
+    "ExaoneMoEForCausalLM": exaone_moe,
 }
 EMBEDDING = "embed_tokens.weight"
 MAX_CONTEXT = 2**23

@@ -28,6 +28,7 @@ class SparseNames:
         experts: the routed experts, with their whole prefix.
         router: the router's linear layer, without `.weight`.
         correction_bias: the router's correction bias, if it has one.
+        correction_rows: 1 if the checkpoint holds that bias as one row [1, E] instead of [E]; else 0.
         shared: prefix of the shared expert's `gate_proj`, `up_proj` and `down_proj`.
         shared_gate: the layer whose sigmoid scales the shared expert, without `.weight`; None if there is none.
     """
@@ -35,6 +36,7 @@ class SparseNames:
     experts: ExpertNames
     router: str
     correction_bias: str = ""
+    correction_rows: int = 0
     shared: str = ""
     shared_gate: str | None = None
 
@@ -90,7 +92,8 @@ class SparseParts:
         weight = tensor(names.router + ".weight", (m.num_experts, self.hidden))
         self.weights.may_be_packed(names.router, weight)  # as in some files of AutoAWQ
         bias = tensor(names.router + ".bias", (m.num_experts,)) if m.bias else None
-        correction = tensor(names.correction_bias, (m.num_experts,), torch.float32) if m.correction else None
+        shape = (1,) * names.correction_rows + (m.num_experts,)
+        correction = tensor(names.correction_bias, shape, torch.float32).view(-1) if m.correction else None
         kept = torch.zeros((KEPT_ROWS, -(-(m.num_experts + fused) // WORD)), dtype=torch.int32, device=weight.device)
         return Router(weight, rule, bias, correction, kept)
 

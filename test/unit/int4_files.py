@@ -127,15 +127,15 @@ def packed(weight: torch.Tensor, form: Form, zero_points: bool = False, seed: in
     return tensors | ({} if form.symmetric else {"weight_zero_point": words(zeros, 0)}), value
 
 
-def write_int4(folder: Path, model: PreTrainedModel, form: Form) -> PreTrainedModel:
-    """Save `model` with the projections of its layers in int4. Returns the model that they stand for."""
+def write_int4(folder: Path, model: PreTrainedModel, form: Form, layers: re.Pattern[str] = PROJECTION) -> PreTrainedModel:
+    """Save `model` with these projections of its layers in int4. Returns the model that they stand for."""
     for each in (folder, folder / "exact"):
         model.save_pretrained(each)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": form.config}))
     tensors = one_by_one(load_file(folder / "model.safetensors"))
     wide = dict(tensors)
-    for name in [name for name in tensors if PROJECTION.search(name)]:
+    for name in [name for name in tensors if layers.search(name)]:
         expert = EXPERT.search(name)  # its columns may have an order of their own
         parts, wide[name] = packed(tensors.pop(name), form, seed=int(expert[1]) if expert else 0)
         tensors |= {name.removesuffix("weight") + suffix: part.contiguous() for suffix, part in parts.items()}

@@ -113,6 +113,21 @@ def test_a_checkpoint_is_close_to_the_weights_it_stands_for(tmp_path: Path, fami
     assert_close(model, loaded(tmp_path / "exact"))
 
 
+def test_a_checkpoint_may_have_only_its_routed_experts_in_int4(tmp_path: Path) -> None:
+    """As Kimi-K2-Thinking."""
+    ignored = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+    form, experts = Form("compressed-tensors", symmetric=True, fields=(("ignore", ignored),)), re.compile(r"mlp\.experts\.\d+\.")
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "initializer_range": 0.05}
+    write_int4(tmp_path, Checkpoint("kimi-k2", tmp_path / "plain", **sizes).reference, form, experts)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k2"}))
+    model = loaded(tmp_path)
+    assert {gemm.linear.scheme.name for gemm in model.gemms()} == {"none"}
+    assert [mlp.experts.scheme.name for mlp in model.sparse_mlps] == ["int4"] * 2
+    assert not any(mlp.router.rule.shared for mlp in model.sparse_mlps), "the shared expert has another format"
+    assert_close(model, loaded(tmp_path / "exact"))
+
+
 @pytest.mark.parametrize("form", SHUFFLED_FORMS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "qwen3-moe", "mixtral", "qwen2-moe"])
 def test_a_checkpoint_in_activation_order_is_close_to_the_weights_it_stands_for(tmp_path: Path, family: str, form: str) -> None:

@@ -42,6 +42,31 @@ DEEPSEEK_V2: dict[str, Any] = DEEPSEEK_LITE | {
     "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0,
     "topk_method": "group_limited_greedy", "q_lora_rank": 1536,
 }  # fmt: skip
+KIMI_K2: dict[str, Any] = DEEPSEEK | {
+    "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0, "rope_theta": 50000.0,
+    "max_position_embeddings": 131072, "vocab_size": 163840, "bos_token_id": 163584, "eos_token_id": 163585,
+    "rope_scaling": {"type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096},
+}  # fmt: skip
+KIMI_K2_THINKING: dict[str, Any] = KIMI_K2 | {
+    "max_position_embeddings": 262144, "rope_scaling": KIMI_K2["rope_scaling"] | {"factor": 64.0},
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "kv_cache_scheme": None, "quantization_status": "compressed",
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "input_activations": None, "output_activations": None,
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
+                        "actorder": None, "observer": "minmax"},
+        }},
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    },
+}  # fmt: skip
+MOONLIGHT: dict[str, Any] = KIMI_K2 | {
+    "model_type": "deepseek_v3", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "intermediate_size": 11264, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "routed_scaling_factor": 2.446, "q_lora_rank": None, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_scaling": None,
+    "quantization_config": None,
+}  # fmt: skip
 GLM: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20,
     "num_key_value_heads": 20, "intermediate_size": 10240, "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1,
@@ -89,6 +114,28 @@ def test_deepseek_v3() -> None:
     assert config.quant is not None
     assert config.quant.keeps("model.layers.61.eh_proj"), "the checkpoint holds it in bfloat16"
     assert not config.quant.keeps("model.layers.61.self_attn.q_b_proj")
+
+
+def test_kimi_k2_and_moonlight() -> None:
+    for raw, factor, context in ((KIMI_K2, 32, 131072), (KIMI_K2_THINKING, 64, 262144), (MOONLIGHT, 1, 8192)):
+        config, moe = parsed(raw), parsed(raw).moe
+        scale = 192**-0.5 * (0.1 * math.log(factor) + 1) ** 2
+        assert config.latent == LatentConfig(raw["q_lora_rank"], 512, 128, 128, pytest.approx(scale))
+        assert (config.rope_theta, config.max_context_len, config.mtp, config.num_q_heads) == (
+            50000,
+            context,
+            None,
+            raw["num_attention_heads"],
+        )
+        assert moe is not None
+        assert (moe.num_experts, moe.num_groups, moe.scaling) == (raw["n_routed_experts"], 1, raw["routed_scaling_factor"])
+        assert (moe.scoring, moe.correction, moe.renormalize, moe.layers.index(True)) == ("sigmoid", True, True, 1)
+    quant, layer = parsed(KIMI_K2_THINKING).quant, "model.layers.5."
+    assert quant is not None
+    assert quant.int4 is not None
+    kept = ("self_attn.kv_b_proj", "mlp.shared_experts.up_proj", "mlp.down_proj")
+    assert all(quant.keeps(layer + name) for name in kept)
+    assert not quant.keeps(layer + "mlp.experts.7.gate_proj")
 
 
 def test_deepseek_v2_and_its_lite_model() -> None:

@@ -197,6 +197,12 @@ SOLAR: Config = FEW | {
     "routed_scaling_factor": 1.0, "rope_theta": 1000000, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
     "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
 }  # fmt: skip
+HUNYUAN_MOE: Config = FEW | {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe", "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "num_experts": 32, "moe_topk": [8] * 4, "use_qk_norm": True,
+    "rope_theta": 10000, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
 EXAONE: Config = FEW | {
     "architectures": ["ExaoneMoEForCausalLM"], "model_type": "exaone_moe", "hidden_size": 6144, "num_attention_heads": 64,
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 18432, "first_k_dense_replace": 1, "num_experts": 32,
@@ -242,6 +248,7 @@ FAMILIES: dict[str, Family] = {
     "dots1": Family(DOTS, "EAGLE3", _draft_of(DOTS), backends=("fa3",)),
     "olmoe": Family(OLMOE, "EAGLE3", _draft_of(OLMOE) | {"intermediate_size": 8192}),
     "solar-open": Family(SOLAR, "EAGLE3", _draft_of(SOLAR)),
+    "hunyuan-moe": Family(HUNYUAN_MOE, "EAGLE3", _draft_of(HUNYUAN_MOE)),
     "exaone-moe": Family(EXAONE, "EAGLE3", _draft_of(EXAONE), backends=("fa3",)),
     "mimo": Family(MIMO, "MTP"),
     "glm": Family(GLM, "MTP", backends=LATENT_BACKENDS),

@@ -190,6 +190,13 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
         },
     ),
+    "HunYuanMoEV1ForCausalLM": (
+        "hunyuan_v1_moe",
+        {
+            **ATTENTION, "num_experts": 12, "moe_topk": [3] * 8, "attention_bias": True, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "alpha": 10.0, "factor": 1.0},
+        },
+    ),
     "ExaoneMoeForCausalLM": (
         "exaone_moe",
         {
@@ -299,6 +306,7 @@ def test_every_family_is_compared() -> None:
         ("Dots1ForCausalLM", "num_local_experts", "n_routed_experts"),
         ("SolarOpenForCausalLM", "num_local_experts", "n_routed_experts"),
         ("OlmoeForCausalLM", "num_local_experts", "num_experts"),
+        ("HunYuanMoEV1ForCausalLM", "num_local_experts", "num_experts"),
         ("Ernie4_5_MoeForCausalLM", "num_experts", "moe_num_experts"),
     ],
 )

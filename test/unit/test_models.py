@@ -48,6 +48,8 @@ from transformers import (
     GraniteForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -482,6 +484,20 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
             sliding_window_pattern=3,
         ),
     ),
+    "hunyuan-moe": (
+        HunYuanMoEV1ForCausalLM,
+        HunYuanMoEV1Config(
+            **SPARSE | {"intermediate_size": 32, "num_experts_per_tok": [3, 3, 3]},
+            num_experts=8,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        ),
+    ),
+    "hunyuan-moe-biases": (
+        HunYuanMoEV1ForCausalLM,
+        HunYuanMoEV1Config(**SPARSE | {"intermediate_size": 32}, num_experts=8, head_dim=16, attention_bias=True),
+    ),
     "deepseek-biases": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3, attention_bias=True)),
 }
 
@@ -905,6 +921,7 @@ QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": Tru
 
 GEMMA3_RAW = {"architectures": ["Gemma3ForCausalLM"], **GEMMA3}
 GEMMA4_RAW = {"architectures": ["Gemma4ForCausalLM"], **GEMMA4, "rope_parameters": None}
+HUNYUAN_RAW = {"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 8, "moe_topk": [2, 2, 2]}
 MINIMAX_RAW = {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 16, "num_local_experts": 8}
 
 
@@ -1006,6 +1023,17 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({**GEMMA4_RAW, "per_layer_config": {"2": {"sliding_window": 3}}}, "the same head_dim and num_key_value_heads"),
         ({"head_dim": 15}, "15 of the 15 entries of a head are rotated; the number must be even"),
         ({"attention_bias": "no"}, "attention_bias is 'no'; it must be true or false"),
+        ({**HUNYUAN_RAW, "moe_topk": [2, 2, 3]}, "moe_topk differs between layers; this is not supported"),
+        ({**HUNYUAN_RAW, "use_cla": True}, "use_cla is True; only False is supported"),
+        ({**HUNYUAN_RAW, "num_experts": 1, "moe_topk": [2]}, "num_experts_per_tok is 2; it must be at most num_experts, 1"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0; clipped queries, keys and values are not supported"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias is True; only False is supported"),
+        ({"architectures": ["Dots1ForCausalLM"], "scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is supported"),
+        (
+            {"architectures": ["ExaoneMoEForCausalLM"], "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern is 'LLLG'; it must be a positive integer",
+        ),
+        ({"architectures": ["ExaoneMoEForCausalLM"], "mlp_layer_types": ["sparse"]}, "mlp_layer_types must name dense or sparse"),
         ({**MINIMAX_RAW, "rotary_dim": 9}, "9 of the 16 entries of a head are rotated; the number must be even"),
         ({**MINIMAX_RAW, "rotary_dim": 32}, "32 of the 16 entries of a head are rotated"),
         ({**MINIMAX_RAW, "num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be at most num_local_experts, 8"),

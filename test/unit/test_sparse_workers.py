@@ -48,11 +48,25 @@ def family(name: str, **changes: Any) -> ModelConfig:
     everywhere = dataclasses.replace(base.moe, layers=(True,) * 3)
     if name == "mixtral":
         return dataclasses.replace(base, architecture="MixtralForCausalLM", moe=everywhere)
+    if name == "deepseek-v2":
+        moe = dataclasses.replace(MOE, scoring="softmax", correction=False, renormalize=False, num_groups=4, top_groups=2, group_best=1)
+        return latent_model(**{"architecture": "DeepseekV2ForCausalLM", "mtp": None, "moe": moe, **changes})
+    if name == "exaone-moe":
+        moe = dataclasses.replace(MOE, layers=base.moe.layers)
+        return dataclasses.replace(base, architecture="ExaoneMoeForCausalLM", qk_norm=True, window=(5, 5, -1), unrotated=(2,), moe=moe)
+    if name == "olmoe":
+        return dataclasses.replace(base, architecture="OlmoeForCausalLM", qk_row_norm=True, moe=everywhere)
+    if name == "hunyuan-moe":
+        moe = dataclasses.replace(everywhere, shared_intermediate_size=base.moe.intermediate_size)
+        return dataclasses.replace(base, architecture="HunYuanMoEV1ForCausalLM", qk_norm=True, norm_after_rope=True, moe=moe)
+    if name == "ernie-moe":
+        moe = dataclasses.replace(base.moe, correction=True, shared_intermediate_size=40)
+        return dataclasses.replace(base, architecture="Ernie4_5_MoeForCausalLM", rope_interleaved=True, moe=moe)
     sigmoid = dataclasses.replace(everywhere, scoring="sigmoid", correction=True)
     return dataclasses.replace(base, architecture="MiniMaxM2ForCausalLM", moe=sigmoid, qk_row_norm=True, rotary_dim=8)
 
 
-FAMILIES = ["qwen3-moe", "qwen2-moe", "mixtral", "minimax-m2"]
+FAMILIES = ["qwen3-moe", "qwen2-moe", "mixtral", "minimax-m2", "olmoe", "hunyuan-moe", "ernie-moe", "exaone-moe", "deepseek-v2"]
 
 
 QUANTISED = {"fp8": QuantConfig("fp8"), "fp8-row": QuantConfig("fp8", "row", "weight_scale")}

@@ -13,6 +13,7 @@ from runtime.models.rope_fields import DEFAULT_THETA, RopeFields, read_rope, rop
 if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
     from runtime.models.parts import ModelParts
+    from runtime.models.sparse import SparseNames
 
 DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
 NORM_NAMES = {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
@@ -37,8 +38,8 @@ def _rope(fields: ConfigFields) -> RopeFields:
     return RopeFields(theta, None, 1.0, fields.positive("max_position_embeddings"))
 
 
-def block(parts: ModelParts, prefix: str, layer: int) -> Block:
-    """Layer `layer`."""
+def block(parts: ModelParts, prefix: str, layer: int, names: SparseNames | None = None) -> Block:
+    """Layer `layer`, with the sparse MLP of `names` if the model has one."""
     for stored, usual in NORM_NAMES.items():
         parts.weights.rename(stored, usual)
-    return parts.usual_block(prefix, layer)
+    return parts.usual_block(prefix, layer, names)

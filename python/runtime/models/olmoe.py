@@ -15,7 +15,8 @@ DEFAULTS = {
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
-    fields.only("clip_qkv", None)
+    if fields.given("clip_qkv"):
+        raise fields.error(f"clip_qkv is {fields.get('clip_qkv', None)}; clipped queries, keys and values are not supported")
     counts, renormalize = ("num_local_experts", "num_experts"), fields.flag("norm_topk_prob")
     moe = moe_fields(fields, counts, inner="intermediate_size", renormalize=renormalize)
     return decoder_config(fields, **attention_bias(fields), qk_row_norm=True, moe=moe)

@@ -32,6 +32,7 @@ from runtime.models import (
     gpt_oss,
     granite,
     hunyuan_dense,
+    hunyuan_v1_moe,
     llama,
     mimo,
     minimax_m2,
@@ -127,6 +128,7 @@ FAMILIES: dict[str, Family] = {
     "Dots1ForCausalLM": dots1,
     "OlmoeForCausalLM": olmoe,
     "SolarOpenForCausalLM": solar_open,
+    "HunYuanMoEV1ForCausalLM": hunyuan_v1_moe,
     "ExaoneMoeForCausalLM": exaone_moe,
     "ExaoneMoEForCausalLM": exaone_moe,
 }

@@ -159,6 +159,13 @@ HUNYUAN: Config = FEW | {
     "rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1},
     "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16",
 }  # fmt: skip
+ARCEE: Config = FEW | {
+    "architectures": ["ArceeForCausalLM"], "model_type": "arcee", "hidden_size": 2560, "num_attention_heads": 20,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 18432, "rms_norm_eps": 1e-5, "max_position_embeddings": 65536,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "relu2", "torch_dtype": "bfloat16",
+    "rope_scaling": {"rope_type": "yarn", "factor": 20.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "mscale": 1.0},
+}  # fmt: skip
 GEMMA_2: Config = FEW | {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "query_pre_attn_scalar": 256, "sliding_window": 128,
@@ -242,6 +249,7 @@ FAMILIES: dict[str, Family] = {
     "exaone-4": Family(EXAONE_4, "EAGLE3", _draft_of(EXAONE_4)),
     "granite": Family(GRANITE, "EAGLE3", _draft_of(GRANITE)),
     "hunyuan": Family(HUNYUAN, "EAGLE3", _draft_of(HUNYUAN)),
+    "arcee": Family(ARCEE, "EAGLE3", _draft_of(ARCEE)),
     "gemma-2": Family(GEMMA_2, "EAGLE3", _draft_of(GEMMA_2), backends=("flashinfer",)),
     "gemma-3": Family(GEMMA_3, "EAGLE3", _draft_of(GEMMA_3)),
     "ernie-moe": Family(ERNIE, "EAGLE3", _draft_of(ERNIE)),

@@ -148,6 +148,7 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0},
         },
     ),
+    "ArceeForCausalLM": ("arcee", {**ATTENTION, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "MiMoForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
     "Phi3ForCausalLM": (
         "phi3",
@@ -398,6 +399,7 @@ DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "olmo3": {"num_key_value_heads": 4},
     "granite": {"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
     "ernie4.5": {},
+    "arcee": {"num_key_value_heads": 4},
     "hunyuan": {"num_key_value_heads": 4},
     "glm": {},
     "glm4": {},

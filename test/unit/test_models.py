@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -412,6 +414,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
             tie_word_embeddings=True,
             rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0},
         ),
+    ),
+    "arcee": (ArceeForCausalLM, ArceeConfig(**{**COMMON, "initializer_range": 0.15})),
+    "arcee-tied-biases": (
+        ArceeForCausalLM,
+        ArceeConfig(**{**COMMON, "initializer_range": 0.15}, head_dim=32, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     ),
     "phi3": (Phi3ForCausalLM, Phi3Config(**COMMON, pad_token_id=0)),
     "phi3-window-longrope": (
@@ -1004,6 +1011,7 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({**GEMMA3_RAW, "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}, "only causal attention is supported"),
         ({**GEMMA3_RAW, "architectures": ["Gemma2ForCausalLM"], "rope_parameters": None, "sliding_window": None}, "sliding_window is null"),
         ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0}, "residual_multiplier is 0; it must be a positive number"),
+        ({"architectures": ["ArceeForCausalLM"]}, "hidden_act is 'silu'; only 'relu2' is supported"),
         ({**GEMMA3_RAW, "architectures": ["Olmo3ForCausalLM"], "sliding_window": None}, "sliding_window is null"),
         (
             {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 6, "sliding_window_pattern": "LLLG"},

@@ -265,6 +265,7 @@ def test_rank_0_chooses_the_eager_sample_of_all_ranks(tmp_path: Path, verify: bo
         (3, {"tie_embeddings": True, "num_q_heads": 6, "num_kv_heads": 3, "qkv_bias": True, "o_bias": True, "mlp_bias": True}),
         (2, {"qk_norm": True, "vocab_size": 96}),
         (2, GEMMA3),
+        (2, {"architecture": "ArceeForCausalLM", "mlp_bias": True}),
         (2, {"architecture": "HunYuanDenseV1ForCausalLM", "qk_norm": True, "norm_after_rope": True}),
         (2, {"architecture": "Olmo3ForCausalLM", "window": (11, -1), "qk_row_norm": True}),
         (2, {"architecture": "Glm4ForCausalLM", "rope_interleaved": True, "rotary_dim": 8, "qkv_bias": True}),

@@ -1,4 +1,4 @@
-"""The MLP of a block: its interface, and the dense gated form."""
+"""The MLP of a block: its interface, and the dense forms, with and without a gate."""
 
 from __future__ import annotations
 
@@ -70,3 +70,27 @@ class GatedMlp:
         """`mlp(x)` of rows [T, hidden] in the model's dtype, in that dtype. `in_prompt`: as in `Stream`."""
         rows = gated(self._activation, self._ops.linear(x, self.gate_up_proj, in_prompt))
         return self.down_proj.reduce(self._ops.linear(self.down_proj.own_columns(rows), self.down_proj, in_prompt))
+
+
+class SquaredReluMlp:
+    """A dense `Mlp` without a gate: `down(relu(up(x)) ** 2)`. Owner of its weights."""
+
+    kernel_launches = 5
+
+    def __init__(self, up_proj: Linear, down_proj: Linear, ops: BlockOps) -> None:
+        self.up_proj, self.down_proj, self._ops = up_proj, down_proj, ops
+
+    @property
+    def active_parameters(self) -> int:
+        """The number of all its weights."""
+        return self.up_proj.num_parameters + self.down_proj.num_parameters
+
+    def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
+        """Up, then down."""
+        yield Gemm("linear", self.up_proj, norm)
+        yield Gemm("linear_add", self.down_proj, next_norm)
+
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
+        """`stream + mlp(norm(stream))`, possibly in the same storage."""
+        rows = self._ops.norm_linear(stream, norm, self.up_proj).relu_().square_()
+        return self._ops.linear_add(self.down_proj.own_columns(rows), self.down_proj, stream, next_norm)

@@ -15,7 +15,7 @@ from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention_layer import Attention, AttentionLayer
 from runtime.layers.dense_sparse_mlp import DenseSparseMlp
 from runtime.layers.linear import Partition
-from runtime.layers.mlp import GatedMlp, Mlp
+from runtime.layers.mlp import GatedMlp, Mlp, SquaredReluMlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.quantization.scheme import WeightSlot
 from runtime.layers.rope import Rope, RotaryHeads
@@ -152,6 +152,13 @@ class ModelParts:
         gate_up = self.weights.linear(inner, c.hidden_size, c.mlp_bias, Partition.COLUMN, stored=stored)
         down = self.weights.linear({prefix + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias, Partition.ROW)
         return GatedMlp(gate_up, down, self.context.ops, activation)
+
+    def squared_relu_mlp(self, prefix: str) -> SquaredReluMlp:
+        """The dense MLP without a gate of tensors `prefix`*."""
+        c = self.config
+        up = self.weights.linear({prefix + "up_proj": c.intermediate_size}, c.hidden_size, c.mlp_bias, Partition.COLUMN)
+        down = self.weights.linear({prefix + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias, Partition.ROW)
+        return SquaredReluMlp(up, down, self.context.ops)
 
     def sparse_mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
         """The sparse MLP of these tensors."""

@@ -15,6 +15,7 @@ from runtime.errors import ConfigError
 from runtime.model_files.checkpoint_folder import tensor_places
 from runtime.model_files.tied_head import HEAD, has_own_head
 from runtime.models import (
+    arcee,
     deepseek,
     deepseek_v2,
     dots1,
@@ -121,6 +122,7 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": granite,
     "Ernie4_5ForCausalLM": ernie4_5,
     "HunYuanDenseV1ForCausalLM": hunyuan_dense,
+    "ArceeForCausalLM": arcee,
     "Phi3ForCausalLM": phi3,
     "SmolLM3ForCausalLM": smollm3,
     "SeedOssForCausalLM": seed_oss,

@@ -25,24 +25,25 @@ def run_chain(
         after_experts: the stream, float32 [rows, hidden], as if a sparse MLP had written it for the norm.
         add: `linear_add` without the exchange between ranks.
     """
-    norm = next(gemm.norm for gemm in gemms if gemm.norm is not None)
-    start = Stream(torch.zeros((rows, norm.weight.shape[0]), device=norm.weight.device))
     streams, done, writer = dict[GemmKey, Stream](), set[tuple[GemmKey | None, GemmKey]](), None
     latent: LatentRows | None = None
     for gemm in gemms:
-        key, linear = gemm.key(rows), gemm.linear
+        key, linear, norm = gemm.key(rows), gemm.linear, gemm.norm
         if gemm.op != "logits" and (writer, key) not in done:
             done.add((writer, key))
-            stream = start if writer is None else streams[writer]
-            if gemm.op != "linear_add" and gemm.norm is not None and stream.norm is not None and stream.norm is not gemm.norm:
-                stream = after_experts(stream.h, gemm.norm)
-            norm = gemm.norm or norm
-            x = torch.zeros((rows, linear.in_features), dtype=input_dtype(linear, gemm.norm), device=linear.weight.device)
-            if gemm.norm is None:
+            x = torch.zeros((rows, linear.in_features), dtype=input_dtype(linear, norm), device=linear.weight.device)
+            if norm is None:
                 ops.linear(x, linear)
                 if gemm.q_norm is not None and latent is not None:
                     ops.project_queries(latent, linear, gemm.q_norm)
-            elif gemm.q_norm is not None:
+                continue
+            if writer is None:
+                stream = Stream(torch.zeros((rows, norm.weight.shape[0]), device=linear.weight.device))
+            else:
+                stream = streams[writer]
+            if gemm.op != "linear_add" and stream.norm is not None and stream.norm is not norm:
+                stream = after_experts(stream.h, norm)
+            if gemm.q_norm is not None:
                 latent = ops.project_latent(stream, norm, linear, gemm.q_norm)
             elif gemm.op == "linear":
                 ops.norm_linear(stream, norm, linear)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -46,9 +44,8 @@ def e4m3(rows: int, columns: int, *scales: int) -> ExpertWeights:
 
 def variant(kind: WeightFormat, pairs: int, columns: int, gated: bool, act: int = CLAMPED_SWIGLU, group: int = 128) -> _Variant:
     """A program; `group` of int4."""
-    group = group if kind == "int4" else 0
-    scale_copy = math.gcd(columns // group * 4, 512 // group) if group else 0
-    return _Variant(kind, pairs, columns // 32 if kind == "mxfp4" else 0, group, scale_copy, gated, act, True, True)
+    row_scales = {"fp8": 0, "mxfp4": columns // 32, "int4": columns // group * 4}[kind]
+    return _Variant(kind, pairs, row_scales, group if kind == "int4" else 0, gated, act, True, True)
 
 
 @pytest.mark.parametrize("columns", [64, 448, 2880, 4096])
@@ -68,11 +65,11 @@ def test_programs_fit_shared_memory(kind: WeightFormat, pairs: int, columns: int
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("pairs", WIDENED_TILES["int4"])
-def test_int4_programs_are_the_same_for_all_numbers_of_whole_stages(pairs: int, group: int) -> None:
-    programs = {source(variant("int4", pairs, columns, True, SILU, group)) for columns in (128, 2048, 7168)}
-    assert len(programs) == 1
-    assert variant("int4", pairs, 7168, True, SILU, group).stages >= 3
-    assert f"#define SCALE_COPY {512 // group}\n" in programs.pop()
+def test_int4_programs_have_enough_stages_for_rows_of_any_length(pairs: int, group: int) -> None:
+    for columns in (128, 2048, 7168):
+        program = variant("int4", pairs, columns, True, SILU, group)
+        assert program.stages >= 3
+        assert f"#define SCALE_COPY {512 // group}\n" in source(program)
 
 
 def test_int4_scales_of_a_cut_stage_are_copied_one_by_one() -> None:

@@ -1,17 +1,14 @@
 // Scales of groups of columns for `widened_experts.cu`: those of a stage arrive with its weights. Those of whole rows, as in
 // row_scales.cu, would leave room for fewer stages, or for none.
 //
-// Defined before this text: GROUP (columns that share a scale of four bytes), SCALE_COPY (bytes that are copied at once), widened_tiles.cu.
+// Defined before this text: GROUP (columns that share a scale of four bytes), SCALES (bytes of a row), SCALE_COPY (bytes that are copied at
+// once: less than those of a stage if the last stage is cut), widened_tiles.cu.
 
 constexpr int SCALE_PITCH = 4 * DEPTH / GROUP;  // bytes from row to row, all of a stage
 constexpr int SCALE_BYTES_OF_MATRIX = MATRIX * SCALE_PITCH, STAGE_SCALE_BYTES = MATRICES * SCALE_BYTES_OF_MATRIX;
 constexpr int SCALE_BYTES = STAGES * STAGE_SCALE_BYTES, SCALE_COPIERS = 32;  // lanes that copy the scales of a stage
 
-// Scales [experts, rows, row_bytes]. Unless the last stage has all its columns, SCALE_COPY is less than SCALE_PITCH.
-struct Scales {
-    const u8* at;
-    int row_bytes;
-};
+struct Scales { const u8* at; };  // [experts, rows, SCALES]
 
 struct Slots {
     u32 data;
@@ -35,22 +32,19 @@ struct ScaleLoader {
         for (int m = 0; m < MATRICES; m++) this->starts[m] = starts[m];
     }
     __device__ __forceinline__ void load_stage(const Ring& ring, int s, int lane) const {
-        const u8* own = scales.at + (long)lane * scales.row_bytes + s * SCALE_PITCH;
         const u32 to = slots.scales() + ring.stage * STAGE_SCALE_BYTES + lane * SCALE_PITCH;
-        int row_bytes = scales.row_bytes;
-        asm volatile("" : "+r"(row_bytes));  // otherwise the offsets of all rows, which are the same in each stage, occupy too many registers
 #pragma unroll
         for (int m = 0; m < MATRICES; m++) {
             if (starts[m] < 0) continue;
+            const u8* from = scales.at + (long)(starts[m] + lane) * SCALES + s * SCALE_PITCH;
 #pragma unroll
-            for (int row = 0; row < MATRIX; row += 32) {
-                const u8* from = own + (long)(starts[m] + row) * row_bytes;
+            for (int part = 0; part < SCALE_PITCH; part += SCALE_COPY) {
+                const bool in = SCALE_COPY == SCALE_PITCH || s * SCALE_PITCH + part < SCALES;  // past the last column, x and scales are zero
 #pragma unroll
-                for (int part = 0; part < SCALE_PITCH; part += SCALE_COPY) {
-                    const bool in = SCALE_COPY == SCALE_PITCH || s * SCALE_PITCH + part < row_bytes;
-                    // Past the last column, x and scales are zero.
-                    copy<SCALE_COPY>(to + m * SCALE_BYTES_OF_MATRIX + row * SCALE_PITCH + part, in ? from + part : scales.at, in);
-                }
+                for (int row = 0; row < MATRIX; row += 32)
+                    copy<SCALE_COPY>(
+                        to + m * SCALE_BYTES_OF_MATRIX + row * SCALE_PITCH + part, in ? from + row * SCALES + part : scales.at, in
+                    );
             }
         }
         barrier_arrive_after_copies(ring.full_here());

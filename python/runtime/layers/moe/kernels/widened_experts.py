@@ -79,19 +79,17 @@ TILES: Mapping[WeightFormat, dict[int, _Tile]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """The compile-time parameters of a program, which is valid for any number of columns except in MXFP4.
+    """The compile-time parameters of a program; an e4m3 program is valid for any number of columns.
 
     Attributes:
-        row_scales: bytes of the scales of a row of MXFP4; 0 for other formats.
+        row_scales: bytes of the scales of a row; 0 for e4m3.
         group: columns that share an int4 scale; 0 for other formats.
-        scale_copy: bytes of a row's int4 scales that are copied at once; 0 for other formats.
     """
 
     format: WeightFormat
     pairs: int
     row_scales: int
     group: int
-    scale_copy: int
     gated: bool
     act: int
     bias: bool
@@ -125,8 +123,13 @@ class _Variant:
         rows = 2 * self.tile.groups * MATRIX
         scales = {"fp8": MOST_STAGES * STAGE_SCALES * 4, "mxfp4": SLOTS * rows * self.row_scales}.get(self.format, 0)
         staging, barriers = 4 * self.tile.groups * STAGING_BYTES, 16 * (MOST_STAGES + SLOTS) + 8
-        row_bytes = DEPTH * CODE_BITS[self.format] // 8 + (DEPTH // self.group * INT4_SCALE if self.group else 0)
+        row_bytes = DEPTH * CODE_BITS[self.format] // 8 + self.stage_scales
         return min((SHARED_BYTES - scales - staging - barriers) // (rows * row_bytes + self.pairs * DEPTH * 2), MOST_STAGES)
+
+    @property
+    def stage_scales(self) -> int:
+        """Bytes of a row's int4 scales in a stage; 0 for other formats."""
+        return DEPTH // self.group * INT4_SCALE if self.group else 0
 
 
 def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: int) -> bool:
@@ -157,18 +160,9 @@ def _readable(weights: ExpertWeights, pairs: int) -> bool:
 
 def _variant(weights: ExpertWeights, pairs: int, gated: bool, act: int, early: bool) -> _Variant:
     """The program for these weights."""
-    row_scales = scale_copy = 0
-    if weights.format == "mxfp4":
-        row_scales = _row_scales(weights)
-    elif weights.format == "int4":
-        scale_copy = math.gcd(_row_scales(weights), DEPTH // weights.group * INT4_SCALE)
-    return _Variant(weights.format, pairs, row_scales, weights.group, scale_copy, gated, act, weights.bias is not None, early)
-
-
-def _row_scales(weights: ExpertWeights) -> int:
-    """Bytes of the scales of a row that has several."""
     assert weights.scale is not None
-    return weights.scale.shape[2:].numel() * weights.scale.itemsize
+    row_scales = 0 if weights.format == "fp8" else weights.scale.shape[2:].numel() * weights.scale.itemsize
+    return _Variant(weights.format, pairs, row_scales, weights.group, gated, act, weights.bias is not None, early)
 
 
 def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None) -> torch.Tensor:
@@ -205,34 +199,23 @@ def _grouped(
         (
             cuda_driver.tensor_map(x.data_ptr(), (K, len(x)), x.dtype, (DEPTH // 2, X_STRIP)),
             _map(weights.weight.data_ptr(), E * N, K * CODE_BITS[weights.format] // 8, weights.format),
-            _scales(weights), aligned.argument,
+            _scales(weights) if weights.format == "fp8" else weights.scale, aligned.argument,
             out, weights.bias, routed.weights, factors, N, columns, K, act.argument,
         ),
         pdl,
     )  # fmt: skip
 
 
-class _BlockScales(ctypes.Structure):
+class _Scales(ctypes.Structure):
     """`Scales` in `e4m3_weights.cu`."""
 
     _fields_ = (("at", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("expert_scales", "row_scales", "row_shift", "column_shift")))
 
 
-class _StageScales(ctypes.Structure):
-    """`Scales` in `stage_scales.cu`."""
-
-    _fields_ = (("at", ctypes.c_void_p), ("row_bytes", ctypes.c_int))
-
-
-def _scales(weights: ExpertWeights) -> _BlockScales | _StageScales | torch.Tensor:
-    """The argument of a program."""
-    assert weights.scale is not None
-    if weights.format == "mxfp4":
-        return weights.scale
-    if weights.format == "int4":
-        return _StageScales(weights.scale.data_ptr(), _row_scales(weights))
+def _scales(weights: ExpertWeights) -> _Scales:
     expert_scales, row_scales, rows, columns = weights.scale_layout
-    return _BlockScales(weights.scale.data_ptr(), expert_scales, row_scales, rows.bit_length() - 1, columns.bit_length() - 1)
+    assert weights.scale is not None
+    return _Scales(weights.scale.data_ptr(), expert_scales, row_scales, rows.bit_length() - 1, columns.bit_length() - 1)
 
 
 def _map(address: int, rows: int, row_bytes: int, kind: WeightFormat) -> Any:
@@ -257,7 +240,7 @@ def source(variant: _Variant) -> str:
         FORMAT=FORMATS[v.format], ACT=v.act, EARLY=int(v.early), ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, CLUSTER_N=1, SPLIT=1,
         X_STRIP=X_STRIP, LOADERS=LOADERS, LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format],
         PAIRS=v.pairs, FEWER=fewer, STAGES=v.stages, SLOTS=SLOTS, SCALES=v.row_scales, STAGE_SCALES=STAGE_SCALES, GROUP=v.group,
-        SCALE_COPY=v.scale_copy, GATED=int(v.gated), BIAS=int(v.bias), PREPARED=int(v.prepared),
+        SCALE_COPY=math.gcd(v.row_scales, v.stage_scales), GATED=int(v.gated), BIAS=int(v.bias), PREPARED=int(v.prepared),
     )  # fmt: skip
     multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in sorted({fewer, v.pairs}))
     here = Path(__file__)

@@ -72,8 +72,8 @@ def differences(one: Any, other: Any) -> list[float]:
     return found
 
 
-def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Weights in the formats of a checkpoint, the same for every dtype of the model."""
+def random_weights(shapes: dict[str, tuple[int, ...]], norm_offset: float = 0.0) -> dict[str, torch.Tensor]:
+    """Weights in the formats of a checkpoint, the same for every dtype of the model. `norm_offset` is what it adds to those of norms."""
     generator = torch.Generator(DEVICE).manual_seed(7)
     weights = {}
     for name, tensor in dummy_weights(shapes, torch.bfloat16, DEVICE, seed=3):
@@ -83,7 +83,7 @@ def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor
         elif tensor.dtype is not torch.float8_e4m3fn:
             if tensor.dim() == 1:  # norms of ones and biases of zeros would hide a swapped one
                 tensor = tensor + torch.randn(tensor.shape, device=DEVICE, generator=generator).to(tensor.dtype) * 0.1
-            tensor = tensor * factor
+            tensor = tensor * factor - (norm_offset if name.endswith("norm.weight") else 0.0)
         weights[name] = tensor.contiguous()
     return weights
 
@@ -93,7 +93,8 @@ def save(folder: Path, with_mtp: bool) -> None:
     write_synthetic_tokenizer(folder, VOCAB)
     model = build_model(load_hf_config(str(folder)), TorchOps(), torch.bfloat16, torch.device("meta"))
     shapes = model.expected_weights() | (MtpDraft(model).expected_weights() if with_mtp else {})
-    save_file({name: tensor.cpu() for name, tensor in random_weights(shapes).items()}, folder / "model.safetensors")
+    weights = random_weights(shapes, model.config.norm_offset)
+    save_file({name: tensor.cpu() for name, tensor in weights.items()}, folder / "model.safetensors")
 
 
 def generate(folder: Path, **options: Any) -> list[Any]:

@@ -29,7 +29,7 @@ def random_model(folder: Path, torch_ops: bool, dtype: torch.dtype) -> DecoderMo
     model = build_model(
         load_hf_config(str(folder)), TorchOps() if torch_ops else select_ops(DEVICE, dtype, GemmTimings(H200))[0], dtype, DEVICE
     )
-    model.load(random_weights(model.expected_weights()).items())
+    model.load(random_weights(model.expected_weights(), model.config.norm_offset).items())
     return model
 
 

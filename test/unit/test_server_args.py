@@ -905,10 +905,12 @@ def test_nvcc_is_found_where_flashinfer_looks(tmp_path: Path, monkeypatch: pytes
     assert not probe().nvcc
 
 
-def test_a_model_with_a_soft_cap_gets_a_backend_that_has_it() -> None:
+def test_a_model_with_a_soft_cap_gets_a_backend_that_has_it(caplog: pytest.LogCaptureFixture) -> None:
     capped = replace(LLAMA, softcap=True)
-    assert resolve(args(), HOPPER, capped).device.attention_backend == "torch_native"
-    assert resolve(args(), AMPERE, capped).device.attention_backend == "flashinfer"
+    for machine in (HOPPER, AMPERE):
+        assert resolve(args(), machine, capped).device.attention_backend == "flashinfer"
+    assert resolve(args(), replace(HOPPER, nvcc=False), capped).device.attention_backend == "torch_native"
+    assert "much slower: flashinfer needs nvcc" in caplog.text
     with pytest.raises(ConfigError, match="fa3 is not possible: its kernels do not support a soft cap of attention scores"):
         resolve(args(attention_backend="fa3"), HOPPER, capped)
 

@@ -40,15 +40,19 @@ def resolve_attention(
 def _default(device: DeviceKind, dtype: DType, machine: MachineFacts, model: ModelFacts | None) -> AttentionName:
     if device == "cpu":
         return "torch_native"
-    capability = machine.gpus[0].capability
-    name: AttentionName = next(name for name, caps in ATTENTION_CAPS.items() if caps.package and _runs_on(name, capability[0]))
-    if missing := _missing_software(name, machine):
-        log.warning("attention backend torch_native, which is much slower: %s", missing)
-    elif problem := _missing_kernel(name, dtype, model):
-        log.info("attention backend torch_native: with %s, %s", name, problem)
-    else:
-        log.info("attention backend %s: compute capability %d.%d", name, *capability)
-        return name
+    capability, problems = machine.gpus[0].capability, list[str]()
+    for name, caps in ATTENTION_CAPS.items():
+        if caps.package is None or not _runs_on(name, capability[0]):
+            continue
+        if missing := _missing_software(name, machine):
+            log.warning("attention backend torch_native, which is much slower: %s", missing)
+            return "torch_native"
+        problem = _missing_kernel(name, dtype, model)
+        if not problem:
+            log.info("attention backend %s: %s", name, "; ".join(problems) or "compute capability {}.{}".format(*capability))
+            return name
+        problems.append(f"with {name}, {problem}")
+    log.info("attention backend torch_native: %s", "; ".join(problems))
     return "torch_native"
 
 

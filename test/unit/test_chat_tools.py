@@ -302,6 +302,13 @@ def test_parts_of_earlier_messages_may_be_refusals_or_only_thoughts() -> None:
     assert thoughts.rendered() == {"role": "assistant", "content": "", "reasoning_content": "a\nb", "thinking": "a\nb"}
 
 
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_only_the_assistant_has_thoughts(role: str) -> None:
+    content = [{"type": "text", "text": "Yes."}, {"type": "thinking", "thinking": "Look it up."}]
+    error = refused({"messages": [*HI, {"role": role, "content": content}]})
+    assert error["message"] == "messages[1].content[1] is not supported: only the assistant has thoughts. Leave it out."
+
+
 def test_older_messages_of_functions_are_rendered() -> None:
     messages = [
         *HI,

@@ -18,6 +18,8 @@ LEFT_OUT = "[The {} was left out: this model reads text only.]"
 
 MAY_BE_EMPTY = ("assistant", "tool", "function")
 """The roles whose messages need no content: clients repeat empty answers, and results of tools that return nothing."""
+SHOWN_PARTS = ("text", "refusal")
+"""The types of parts that are text of the message; the others are thoughts of the assistant."""
 
 
 class ThoughtPiece(Body):
@@ -56,7 +58,7 @@ class MessagePart(Body):
 
     @model_validator(mode="after")
     def _check_fields(self) -> MessagePart:
-        if self.type in ("text", "refusal") and getattr(self, self.type) is None:
+        if self.type in SHOWN_PARTS and getattr(self, self.type) is None:
             raise PydanticCustomError("required", "required", {"field": self.type})
         return self
 
@@ -90,6 +92,7 @@ class Message(Body):
             has(content={"type": ["array", "string"], "minItems": 1}),
             has(role={"enum": list(MAY_BE_EMPTY)}),
         ),
+        any_of(lacks(content={"items": {"properties": {"type": {"enum": list(SHOWN_PARTS)}}}}), has(role={"const": "assistant"})),
     )
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[MessagePart], items(0, MAX_MESSAGES)] | None = None
@@ -106,6 +109,9 @@ class Message(Body):
     def _check_content(self) -> Message:
         if (self.tool_calls or self.function_call is not None) and self.role != "assistant":
             raise unsupported("tool_calls", "only the assistant calls tools")
+        for i, part in enumerate(self.content if isinstance(self.content, list) and self.role != "assistant" else ()):
+            if part.type not in SHOWN_PARTS:
+                raise unsupported(f"content[{i}]", "only the assistant has thoughts")
         if self.content in (None, []) and self.role not in MAY_BE_EMPTY:
             raise PydanticCustomError("required", "required", {"field": "content"})
         return self

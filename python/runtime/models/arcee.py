@@ -19,8 +19,7 @@ DEFAULTS = {
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
-    if fields.get("hidden_act", "relu2") != "relu2":
-        raise fields.error(f"hidden_act is {fields.get('hidden_act', None)!r}; only 'relu2' is supported")
+    fields.only("hidden_act", "relu2")
     return decoder_config(fields, **attention_bias(fields), mlp_bias=fields.flag("mlp_bias"), reads_hidden_act=False)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import ConfigError
 from runtime.models.config import FullAttention, ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.gemma_parts import NORMS, check_activation, softcap
+from runtime.models.gemma_parts import ACTIVATION, NORMS, softcap
 from runtime.models.hf_config import OUTER_FIELDS, attention_bias, decoder_config, sliding_windows
 from runtime.models.moe_fields import moe_fields
 from runtime.models.rope_fields import RopeFields, read_rope
@@ -46,7 +46,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
             raise text.error(f"{name} is {text.get(name, 0)!r}; this variant of Gemma 4 is not supported")
     if text.get("use_bidirectional_attention", None) == "all":
         raise text.error("use_bidirectional_attention is 'all'; only causal text is supported")
-    check_activation(text)
+    text.only("hidden_activation", ACTIVATION)
     # That of the layers with windows. Unscaled ones rotate whole heads, whatever the file says, as in transformers.
     rope = replace(_rope(text, "sliding_attention"), partial=1.0, max_context_len=text.positive("max_position_embeddings"))
     model = decoder_config(text, **attention_bias(text), qk_norm=True, window=_windows(text), reads_hidden_act=False, rope=rope)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
 
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 """The norms before and after attention, then before and after the MLP."""
+ACTIVATION = "gelu_pytorch_tanh"
+"""The only activation of the MLP."""
 
 
 def gemma_config(text: ConfigFields, window: tuple[int, ...] | None, rope: RopeFields | None = None) -> ModelConfig:
@@ -26,7 +28,7 @@ def gemma_config(text: ConfigFields, window: tuple[int, ...] | None, rope: RopeF
     """
     if text.flag("use_bidirectional_attention"):
         raise text.error("use_bidirectional_attention is true, as in EmbeddingGemma; only causal attention is supported")
-    check_activation(text)
+    text.only("hidden_activation", ACTIVATION)
     model = decoder_config(text, **attention_bias(text), window=window, reads_hidden_act=False, rope=rope)
     return replace(
         model,
@@ -35,12 +37,6 @@ def gemma_config(text: ConfigFields, window: tuple[int, ...] | None, rope: RopeF
         final_softcap=softcap(text, "final_logit_softcapping"),
         norm_offset=1.0,
     )
-
-
-def check_activation(text: ConfigFields) -> None:
-    """Raise `ConfigError` unless the activation of the MLP is Gemma's."""
-    if text.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        raise text.error(f"hidden_activation is {text.get('hidden_activation', None)!r}; only 'gelu_pytorch_tanh' is supported")
 
 
 def softcap(text: ConfigFields, name: str) -> float:

@@ -15,6 +15,7 @@ from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope
 from runtime.layers.row_norms import RowNorms
+from runtime.mem_cache.state_pool import StateSpec
 
 Rows = TypeVar("Rows")
 
@@ -25,16 +26,22 @@ class AttentionLayer(Protocol[Rows]):
     `Rows` are the results of its first projection, for T tokens.
 
     Attributes:
-        spec: its description for the attention backend.
         o_proj: the output projection.
         ops: the model's block operations.
         kernel_launches: approximate number per eager pass.
     """
 
-    spec: AttentionSpec
     o_proj: Linear
     ops: BlockOps
     kernel_launches: int
+
+    def attention_spec(self) -> AttentionSpec | None:
+        """Its description for the attention backend; None for linear attention, which stores no keys and values."""
+        return None
+
+    def state_spec(self) -> StateSpec | None:
+        """The recurrent state that it keeps per request; None for attention over keys and values."""
+        return None
 
     @property
     def active_parameters(self) -> int:
@@ -100,6 +107,10 @@ class Attention(AttentionLayer[torch.Tensor]):
         self._row_norms, self._early_rope = row_norms, early_rope
         self.kernel_launches = 5 + (0 if row_norms is None else row_norms.kernel_launches) + scaled + (early_rope is not None)
         self.spec, self.heads, self.qkv_proj, self.o_proj, self.ops = spec, spec.heads, qkv_proj, o_proj, ops
+
+    def attention_spec(self) -> AttentionSpec:
+        """Its description for the attention backend."""
+        return self.spec
 
     @property
     def active_parameters(self) -> int:

@@ -62,6 +62,10 @@ class LatentAttention(AttentionLayer[LatentRows]):
         if not linear.is_dense:
             self._kv_b = linear.scheme.dequantize(linear.storage, self.heads.kv_norm.weight.dtype)
 
+    def attention_spec(self) -> AttentionSpec:
+        """Its description for the attention backend."""
+        return self.spec
+
     @property
     def active_parameters(self) -> int:
         """Number of weights used for each token."""

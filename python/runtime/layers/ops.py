@@ -26,6 +26,7 @@ from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
 from runtime.layers.candidate_head import CandidateHead
+from runtime.layers.delta.heads import DeltaHeads
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
@@ -39,6 +40,7 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope, RotaryHeads
 from runtime.layers.row_norms import RowNorms
+from runtime.mem_cache.state_pool import StatePass
 
 Runs = Iterable[Callable[[], object]]
 """Calls that run kernels, to compile them."""
@@ -258,6 +260,25 @@ class BlockOps(Protocol):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
     ) -> torch.Tensor:
         """Causal attention of whole prompts over their own keys: q and k [T, H, dim], v [T, H, value_dim] -> [T, H, value_dim]."""
+        ...
+
+    def delta_rule(
+        self, rows: torch.Tensor, gates: torch.Tensor, heads: DeltaHeads, layer: int, states: StatePass, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Convolution, gates and the gated delta rule over the recurrent states of `layer`, in which the tokens are applied or stored.
+
+        Args:
+            rows: [T, C], queries, keys and values before the convolution.
+            gates: [T, 2 * H], the inputs of each head's rate, then of its decay.
+            layer: its number in `states.layers`.
+
+        Returns:
+            [T, H * value_dim]. Source: `layers/delta/definition.py`.
+        """
+        ...
+
+    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """`norm` of each head of x [T, H * dim], times SiLU of the gate [T, H * dim]; `norm` has dim columns."""
         ...
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,6 +10,7 @@ from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.rope import Rope, RopeFactors
 from runtime.mem_cache.kv_pool import KVPool
+from runtime.mem_cache.state_pool import StatePass
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,13 @@ class PassContext:
         batch: positions, slots and lengths.
         kv_pool: the model's KV pool.
         backend: planned for `batch` (`plan_pass`).
+        states: what the pass does with recurrent states; None for a model without linear attention.
     """
 
     batch: ForwardBatch
     kv_pool: KVPool
     backend: AttentionBackend
+    states: StatePass | None = None
     _factors: dict[Rope, RopeFactors] = field(default_factory=dict, init=False)
     _query_scales: dict[Rope, torch.Tensor] = field(default_factory=dict, init=False)
 

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from runtime.layers.absorption import absorb_by_bmm, project_by_bmm
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.delta import definition
+from runtime.layers.delta.heads import DeltaHeads
 from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.argmax import argmax
@@ -25,6 +27,7 @@ from runtime.layers.pass_context import PassContext
 from runtime.layers.quantization.fp8 import E4M3_MAX
 from runtime.layers.rope import Rope, RopeFactors, RotaryHeads
 from runtime.layers.row_norms import RowNorms
+from runtime.mem_cache.state_pool import StatePass
 
 
 class TorchOps(BlockOps):
@@ -177,6 +180,16 @@ class TorchOps(BlockOps):
         parts = zip(*(x.transpose(0, 1).split(batch.extend_lens.tolist(), dim=1) for x in (q, k, v)), strict=True)
         outs = [F.scaled_dot_product_attention(*one, is_causal=True, scale=layer.scale) for one in parts]
         return torch.cat(outs, dim=1).transpose(0, 1)
+
+    def delta_rule(
+        self, rows: torch.Tensor, gates: torch.Tensor, heads: DeltaHeads, layer: int, states: StatePass, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The outputs of linear attention, [T, H * value_dim]."""
+        return definition.delta_rule(rows, gates, heads, layer, states, batch)
+
+    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """The norm of each head times SiLU of its gate, [T, H * dim]."""
+        return definition.gated_norm(x, gate, norm.weight, norm.eps)
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
         """`head(x)` in float32, [N, vocab], written to `out` if given."""

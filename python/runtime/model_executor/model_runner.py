@@ -15,6 +15,7 @@ from runtime.layers.attention.registry import build_backend
 from runtime.layers.attention.self_check import check_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.mem_cache.state_pool import StatePool
 from runtime.model_executor.output_arena import OutputArena
 from runtime.models.decoder import DecoderModel, States
 
@@ -24,6 +25,7 @@ class ModelRunner:
 
     Attributes:
         arena: memory for the outputs of the model's graph runners.
+        states: the recurrent states of the model's linear-attention layers; None without such layers.
         prompt_sizes: tokens of the passes over one prompt that have graphs, smallest first.
     """
 
@@ -43,6 +45,7 @@ class ModelRunner:
         self.arena = OutputArena(device)
         self._tuning, self._choices = tuning, KernelChoices(group)
         self.kv_pool: KVPool
+        self.states: StatePool | None
         self.backend: AttentionBackend
 
     @property
@@ -53,6 +56,8 @@ class ModelRunner:
     def allocate(self, num_pages: int, page_table: PageTable, max_batch_size: int, max_width: int) -> None:
         """Make the KV pool and the backend for passes of this size, and bind them to the model."""
         self._page_table = page_table
+        specs, rows = self.model.state_specs, len(page_table.pages)
+        self.states = StatePool(specs, rows, max_width, self.device) if specs else None
         self._shape = AttentionShape(
             layers=self.model.attention_specs,
             max_batch_size=max_batch_size,
@@ -70,7 +75,7 @@ class ModelRunner:
         """Replace the KV pool and the backend: dry runs use a small pool."""
         self.kv_pool = KVPool([layer.kv for layer in self._shape.layers], num_pages, self._page_table.page_size, self.device)
         self.backend = build_backend(self.attention, self._shape, self.kv_pool, self._page_table)
-        self.model.bind(self.kv_pool, self.backend)
+        self.model.bind(self.kv_pool, self.backend, self.states)
 
     def extend(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = (), wanted: torch.Tensor | None = None) -> States:
         """Plan and run an EXTEND batch eagerly; arguments and results as for `DecoderModel.forward`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention_layer import Attention, AttentionLayer, Rows
 from runtime.layers.dense_sparse_mlp import DenseSparseMlp
 from runtime.layers.gemm.gemm import Gemm
@@ -134,3 +135,9 @@ def _attend(
 
 
 DecoderBlock = Block | SandwichBlock
+
+
+def attention_specs(blocks: Iterable[DecoderBlock]) -> tuple[AttentionSpec, ...]:
+    """The attention over keys and values of each block that has it, for the KV pool and the backend."""
+    specs = (block.attention.attention_spec() for block in blocks)
+    return tuple(spec for spec in specs if spec is not None)

@@ -110,6 +110,25 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Linear attention with the gated delta rule.
+
+    Attributes:
+        layers: whether each layer has it; the others have attention over keys and values.
+        num_key_heads, num_value_heads: heads of queries and keys, and of values.
+        key_dim, value_dim: size of a key and of a value.
+        conv_width: tokens that the causal convolution reads, the current one included.
+    """
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+
+@dataclass(frozen=True, slots=True)
 class MtpConfig:
     """The multi-token prediction layer that a checkpoint holds in addition to its model.
 
@@ -164,6 +183,8 @@ class ModelConfig:
         rope_interleaved: whether entries 2i and 2i + 1 rotate together, instead of i and i + half.
         query_scaling: how queries grow with their position; None for not at all.
         latent: None for attention with keys and values per head.
+        delta: the layers with linear attention; None if no layer has it.
+        output_gate: whether the outputs of attention are multiplied by the sigmoid of a gate, which each head's query projection also gives.
         mtp: None where the checkpoint holds no layer for multi-token prediction.
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
@@ -215,6 +236,8 @@ class ModelConfig:
     rope_interleaved: bool = False
     query_scaling: QueryScaling | None = None
     latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
+    output_gate: bool = False
     mtp: MtpConfig | None = None
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None

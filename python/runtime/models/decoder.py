@@ -16,7 +16,8 @@ from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.lm_head import all_logits, greedy, greedy_by_copy
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
-from runtime.models.block import DecoderBlock
+from runtime.mem_cache.state_pool import StatePool, StateSpec
+from runtime.models.block import DecoderBlock, attention_specs
 from runtime.models.config import ModelConfig
 from runtime.models.context import ModelContext
 from runtime.models.parts import ModelParts
@@ -65,7 +66,8 @@ class DecoderModel:
         layers: the blocks.
         sparse_mlps: the MLP of each sparse layer; none for a dense model.
         final_norm: the norm before the head.
-        attention_specs: the attention of each layer, for the KV pool and the backend.
+        attention_specs: the attention of each layer that stores keys and values, for the KV pool and the backend.
+        state_specs: the recurrent state of each linear-attention layer, for the state pool; none in most models.
         bounded_head: the LM head with a copy in int8 for `most_likely`; None if every token is scored in 16 bits.
     """
 
@@ -83,9 +85,11 @@ class DecoderModel:
             self.lm_head = parts.weights.tied_linear(embedding, self.embed)
         else:
             self.lm_head = parts.weights.head(config.head_prefix + "lm_head", config.vocab_size, config.hidden_size)
-        self.attention_specs: tuple[AttentionSpec, ...] = tuple(layer.attention.spec for layer in self.layers)
+        self.attention_specs: tuple[AttentionSpec, ...] = attention_specs(self.layers)
+        states = (layer.attention.state_spec() for layer in self.layers)
+        self.state_specs: tuple[StateSpec, ...] = tuple(state for state in states if state is not None)
         self.bounded_head: BoundedHead | None = None
-        self._bound: tuple[KVPool, AttentionBackend] | None = None
+        self._bound: tuple[KVPool, AttentionBackend, StatePool | None] | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -93,10 +97,10 @@ class DecoderModel:
         return self._parts.weights.num_bytes + self._parts.rope_bytes
 
     def warmup_runs(self, rows: Iterable[int]) -> list[Callable[[], object]]:
-        """Calls that compile the kernels other than GEMMs and the backend's: of one attention layer and one sparse MLP, because all layers
-        use the same kernels.
+        """Calls that compile the kernels other than GEMMs and the backend's: of one attention layer of each kind and one sparse MLP, because
+        layers of a kind use the same kernels.
         """
-        attention = self.layers[0].attention.warmup_runs()
+        attention = [run for kind in {type(layer.attention): layer.attention for layer in self.layers}.values() for run in kind.warmup_runs()]
         return attention + [run for mlp in self.sparse_mlps[:1] for run in mlp.warmup_runs(self.final_norm, rows)]
 
     @property
@@ -137,9 +141,9 @@ class DecoderModel:
         """Let `most_likely` rule out most tokens by a copy of the LM head in int8, where that is faster. After `load`."""
         self.bounded_head = self.context.ops.bounded_head(self.lm_head)
 
-    def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
-        """Give the model its KV pool and attention backend."""
-        self._bound = kv_pool, backend
+    def bind(self, kv_pool: KVPool, backend: AttentionBackend, states: StatePool | None = None) -> None:
+        """Give the model its KV pool, its attention backend and, if it has linear attention, its recurrent states."""
+        self._bound = kv_pool, backend, states
 
     def forward(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = (), wanted: torch.Tensor | None = None, first: int = 0) -> States:
         """Run every block over the batch. `plan_pass` has been called for it.
@@ -152,7 +156,9 @@ class DecoderModel:
             first: the first block, which reads the embeddings; above 0 only to time the last blocks.
         """
         assert self._bound is not None, "bind comes before forward"
-        context = PassContext(batch, *self._bound)
+        kv_pool, backend, states = self._bound
+        now = None if states is None else states.begin(batch.req_pool_indices, batch.seq_lens, batch.qo_indptr)
+        context = PassContext(batch, kv_pool, backend, now)
         in_prompt = batch.mode is ForwardMode.EXTEND
         stream = self.context.ops.embed(batch.input_ids, self.embed, self.layers[first].attn_norm, self._embed_scale, in_prompt)
         aux = []

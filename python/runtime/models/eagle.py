@@ -12,6 +12,7 @@ from runtime.distributed.parallel_group import ParallelGroup
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.ops import Stream
+from runtime.models.block import attention_specs
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import DraftConfig
 from runtime.models.draft_head import DraftHead, DraftModel, OptionalTensors, shared_if_equal
@@ -46,7 +47,7 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
         self._input = DraftInput()
         self.fc = self.parts.weights.linear({"fc": hidden}, 2 * hidden)
         self.layers = [self.parts.usual_block(f"layers.{i}.", i, input_norm=i > 0) for i in range(self.config.num_layers)]
-        self.attention_specs = tuple(layer.attention.spec for layer in self.layers)
+        self.attention_specs = attention_specs(self.layers)
         self.keep_tokens(token_map)
         self.lm_head = self.kept_rows(target.lm_head)
 

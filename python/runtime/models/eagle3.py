@@ -14,6 +14,7 @@ from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.ops import Stream
+from runtime.models.block import attention_specs
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import DraftConfig
 from runtime.models.draft_head import DraftHead, DraftModel, OptionalTensors, shared_if_equal
@@ -52,7 +53,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self.fc = parts.weights.linear({"fc": c.hidden_size}, self.feature_width) if projects else None
         first = parts.usual_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
         self.layers = [first, *(parts.usual_block(f"layers.{i}.", i) for i in range(1, c.num_layers))]
-        self.attention_specs = tuple(layer.attention.spec for layer in self.layers)
+        self.attention_specs = attention_specs(self.layers)
         norms = parts.norm("midlayer.input_layernorm.weight"), parts.norm("midlayer.hidden_norm.weight")
         stream = StreamStart.NORMED_STATE if config.layout.norm_before_residual else StreamStart.STATE
         self._input = DraftInput(norms, stream=stream)

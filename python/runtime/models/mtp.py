@@ -16,7 +16,7 @@ from runtime.errors import ConfigError
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.ops import Stream
-from runtime.models.block import Block
+from runtime.models.block import Block, attention_specs
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_head import DraftHead, DraftModel
@@ -64,7 +64,7 @@ class MtpDraft(DraftHead, DraftModel):
         assert isinstance(layer, Block), "no family with such a layer norms the outputs of attention and MLP"
         self.layer, self.layers = layer, [layer]
         self.head_norm = None if names.feeds_normed else self._final_norm
-        self.attention_specs = (self.layer.attention.spec,)
+        self.attention_specs = attention_specs(self.layers)
         self.keep_tokens(token_map)
         self.lm_head = self.kept_rows(target.lm_head)
 

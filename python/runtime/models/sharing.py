@@ -6,7 +6,7 @@ import math
 
 from runtime.config.quant_config import scheme_name, shard_unit, with_flag
 from runtime.errors import ConfigError
-from runtime.models.config import ModelConfig
+from runtime.models.config import DeltaConfig, ModelConfig
 
 SUMS = 2
 """All-reduces per block: after attention and after the MLP."""
@@ -16,6 +16,8 @@ def check_heads(config: ModelConfig, ranks: int) -> None:
     """Raise `ConfigError` if `ranks` ranks cannot share the heads of a layer of the model."""
     for layer in dict.fromkeys(config.of_layer(layer) for layer in range(config.num_layers)):
         check_layer_heads(layer, ranks)
+    if config.delta is not None:
+        check_delta_heads(config.delta, config.architecture, ranks)
 
 
 def check_layer_heads(config: ModelConfig, ranks: int) -> None:
@@ -32,6 +34,15 @@ def check_layer_heads(config: ModelConfig, ranks: int) -> None:
         raise ConfigError(
             f"--tp-size {ranks} cannot share the {config.num_q_heads} query and {config.num_kv_heads} KV heads of {config.architecture}. "
             f"Use at most {config.num_kv_heads}, or a multiple of it that divides {config.num_q_heads}."
+        )
+
+
+def check_delta_heads(delta: DeltaConfig, architecture: str, ranks: int) -> None:
+    """Raise `ConfigError` if `ranks` ranks cannot share the heads of linear attention: each has whole key heads with their value heads."""
+    if delta.num_key_heads % ranks:
+        raise ConfigError(
+            f"--tp-size {ranks} cannot share the {delta.num_key_heads} key heads of the linear attention of {architecture}. "
+            "Use a divisor of it."
         )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionName
 from runtime.config.runtime_config import CacheConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 LONG_CONTEXT, BLOCK_DIM = 16384, 128
 """From this context length on, and with this head dimension, a page has as many slots as the prompt kernel's block has keys
@@ -38,10 +42,14 @@ def check_pool(max_total_tokens: int, least: int, page_size: int) -> None:
         )
 
 
-def resolve_cache(args: ServerArgs, backend: AttentionName, context_length: int, head_dim: int) -> CacheConfig:
-    """Choose the page size of the attention backend, and by the model."""
+def resolve_cache(args: ServerArgs, backend: AttentionName, context_length: int, head_dim: int, *, recurrent: bool) -> CacheConfig:
+    """Choose the page size of the attention backend, and by the model. A `recurrent` state begins at a request's first token, so the keys
+    and values of a prefix cannot be reused without it.
+    """
     if args.page_size is not None and args.page_size > context_length:
         raise ConfigError(f"--page-size must be at most the context length, {context_length}; got {args.page_size}.")
     caps, long = ATTENTION_CAPS[backend], context_length >= LONG_CONTEXT and head_dim == BLOCK_DIM
     page_size = args.page_size or (caps.block_keys if long else None) or caps.page_size
-    return part_of_flags(CacheConfig, args, page_size=page_size, radix_cache=not args.disable_radix_cache)
+    if recurrent and not args.disable_radix_cache:
+        log.info("radix cache off: the model has recurrent states, which are not cached")
+    return part_of_flags(CacheConfig, args, page_size=page_size, radix_cache=not args.disable_radix_cache and not recurrent)

@@ -23,6 +23,7 @@ class ModelFacts:
         sinks: whether it has attention sinks.
         softcap: whether its attention scores have a soft cap.
         sparse: whether it has routed experts.
+        recurrent: whether some layers have a recurrent state, which begins at a request's first token.
         has_mtp: whether the checkpoint has a layer for multi-token prediction.
         embedded: whether it is the embedded model.
         quant: the quantisation of the stored weights; None if they are not quantised.
@@ -39,6 +40,7 @@ class ModelFacts:
     sinks: bool = False
     softcap: bool = False
     sparse: bool = False
+    recurrent: bool = False
     has_mtp: bool = False
     embedded: bool = False
     quant: QuantConfig | None = None

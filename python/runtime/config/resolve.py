@@ -40,7 +40,7 @@ def resolve(
     graphs = resolve_graphs(args, device)
     captures = bool(graphs.cuda_graph_bs)
     speculative = resolve_speculative(args, device, served.quantization, captures, machine, model, draft, tuning)
-    cache = resolve_cache(args, device.attention_backend, served.context_length, model.head_dim)
+    cache = resolve_cache(args, device.attention_backend, served.context_length, model.head_dim, recurrent=model.recurrent)
     if cache.max_total_tokens is not None:
         beyond = 1 if speculative is None else speculative.tokens_per_step
         check_pool(cache.max_total_tokens, least_tokens(served.context_length, beyond, cache.page_size), cache.page_size)

@@ -116,6 +116,10 @@ def resolve_speculative(
     args = args if block_size is None else with_block_size(args, block_size)
     tuning = _applied(args, tuning)
     shape = _draft_shape(args) if tuning is None else _tuned_shape(args, tuning)
+    if shape.topk > 1 and model.recurrent:
+        raise ConfigError(
+            "--speculative-eagle-topk must be 1: the model has recurrent states, through which a tree's branches cannot run side by side."
+        )
     synthetic = _synthetic(args, shape)
     shape = shape if block_size is None else _within_block(shape, block_size, tuned=tuning is not None)
     if shape.depths:

@@ -61,6 +61,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         sinks=model_config.sinks,
         softcap=model_config.attn_softcap > 0,
         sparse=model_config.moe is not None,
+        recurrent=model_config.delta is not None,
         has_mtp=model_config.mtp is not None,
         embedded=source.is_embedded,
         quant=model_config.quant,
@@ -68,6 +69,8 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     )
     if args.enable_dp_attention and model_config.moe is None:
         raise ConfigError(f"--enable-dp-attention: {model_config.architecture} has no experts for the groups to share. Leave it out.")
+    if args.enable_dp_attention and model_config.delta is not None:
+        raise ConfigError(f"--enable-dp-attention: {model_config.architecture} has linear attention. Leave it out.")
     if args.kv_cache_dtype == "fp8_e4m3" and model_config.latent is not None:
         raise ConfigError(f"--kv-cache-dtype: {model_config.architecture} stores latent rows, in the model's dtype only. Use auto.")
     check_heads(model_config, args.tp_size // args.dp_size)
@@ -87,6 +90,11 @@ def check_draft_files(config: RuntimeConfig, target: ModelConfig) -> None:
     if speculative is None or speculative.draft_model_path is None:
         return
     draft = read_draft(speculative, target).model
+    if draft.delta is not None:
+        raise ConfigError(
+            f"The draft {speculative.draft_model_path}: {draft.architecture} has linear attention, which drafts cannot have. Use another "
+            "draft model, or --speculative-algorithm NGRAM."
+        )
     if draft.quant is not None and draft.quant.method == "fp8":
         check_fp8("weights of the draft", config.device.gpu, config.device.dtype)
     _check_draft_heads(config, speculative, draft)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from runtime.mem_cache.kv_spec import KVSpec
+from runtime.mem_cache.zeroed import zeros
 
 
 class KVPool:
@@ -37,9 +36,9 @@ class KVPool:
         }
 
     def _add_layer(self, spec: KVSpec, shape: tuple[int, ...], device: torch.device) -> None:
-        keys = _zeros((*shape, spec.key_dim), spec.dtype, device)
+        keys = zeros((*shape, spec.key_dim), spec.dtype, device)
         latent = spec.kind == "mla"
-        values = keys[..., : spec.value_dim] if latent else _zeros((*shape, spec.value_dim), spec.dtype, device)
+        values = keys[..., : spec.value_dim] if latent else zeros((*shape, spec.value_dim), spec.dtype, device)
         self.k.append(keys)
         self.v.append(values)
         self._flat.append((keys.flatten(0, 1), values.flatten(0, 1)))
@@ -91,14 +90,6 @@ def front_slots(sources: torch.Tensor, targets: torch.Tensor, counts: torch.Tens
     live = offsets < counts[:, None]
     source, target = (torch.where(live, pages[:, None] * page_size + offsets, 0).flatten() for pages in (sources, targets))
     return source, target
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the CPU, memory that the kernel zeroes at first touch, because `torch.zeros` would write gigabytes at start-up."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    count = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class PageTable:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.mem_cache.zeroed import zeros
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
@@ -26,11 +28,6 @@ class StateSpec:
     channels: int
     conv_width: int
     dtype: torch.dtype
-
-    def bytes_per_row(self, window: int) -> int:
-        """Bytes that one request takes, with windows of up to `window` tokens."""
-        matrices = self.num_heads * self.key_dim * self.value_dim * 4
-        return matrices + (self.conv_width - 1 + window) * self.channels * self.dtype.itemsize + window * 2 * self.num_heads * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +88,19 @@ class StatePool:
         self.applied = torch.zeros(rows, dtype=torch.int32, device=device)
         self.layers = [
             LayerStates(
-                torch.zeros((rows, spec.num_heads, spec.key_dim, spec.value_dim), dtype=torch.float32, device=device),
-                torch.zeros((rows, spec.conv_width - 1, spec.channels), dtype=spec.dtype, device=device),
-                torch.zeros((rows, window, spec.channels), dtype=spec.dtype, device=device),
-                torch.zeros((rows, window, 2, spec.num_heads), dtype=torch.float32, device=device),
+                zeros((rows, spec.num_heads, spec.key_dim, spec.value_dim), torch.float32, device),
+                zeros((rows, spec.conv_width - 1, spec.channels), spec.dtype, device),
+                zeros((rows, window, spec.channels), spec.dtype, device),
+                zeros((rows, window, 2, spec.num_heads), torch.float32, device),
             )
             for spec in specs
         ]
         self._window = window
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in (layer.matrices, layer.tail, layer.window, layer.gates))
 
     def begin(self, rows: torch.Tensor, seq_lens: torch.Tensor, qo_indptr: torch.Tensor) -> StatePass:
         """Begin a pass: find how many tokens of each row are pending, and count them as applied. Inside or outside a graph.

@@ -153,8 +153,8 @@ def make_runner(context: WorkerContext, model: DecoderModel) -> ModelRunner:
     """The target's runner; on a GPU with graphs for short prompts."""
     attention, sizes = context.config.device.attention_backend, list[int]()
     # Attention groups run all prompts of a step in one pass, so that all groups exchange tokens equally often. A captured pass cannot widen
-    # the 8-bit keys of a whole prompt.
-    wanted = context.replay != "none" and context.exchange is None and context.kv_dtype is None
+    # the 8-bit keys of a whole prompt. Padding after a chunk would change its recurrent state.
+    wanted = context.replay != "none" and context.exchange is None and context.kv_dtype is None and not model.state_specs
     if context.device.type == "cuda" and wanted and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
     return ModelRunner(model, attention, context.dtype, context.device, sizes, context.group, tuning=context.config.device.tuning)
@@ -249,8 +249,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
     bytes_per_slot, reach = sum(model.runner.bytes_per_slot for model in models), parts.drafter.spec.shape.tokens_per_step
-    experts = sum(mlp.experts.num_bytes for mlp in parts.target.runner.model.sparse_mlps)
-    plan = plan_kv(context, activations, reservations, bytes_per_slot, reach, experts)
+    plan = plan_kv(context, activations, reservations, bytes_per_slot, reach, parts.target.runner)
     for model in models:
         model.runner.resize(plan.num_pages)
         for runner in model.graphs:
@@ -317,7 +316,7 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
 
 
 def plan_kv(
-    context: WorkerContext, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int, experts: int
+    context: WorkerContext, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int, target: ModelRunner
 ) -> MemoryPlan:
     """Give KV the remaining memory."""
     cache, length = context.config.cache, context.config.model.context_length
@@ -333,7 +332,8 @@ def plan_kv(
             most = min(int(free * CPU.kv_share), CPU.kv_bytes) // context.config.parallel.ranks_per_node // bytes_per_slot
             # A step may write beyond the end of the context, so one request needs more slots than its context.
             wanted = min(most, max(context.running * length, least + cache.page_size))
-    budget = Budget(total, free, activations, reservations, bytes_per_slot, experts)
+    experts = sum(mlp.experts.num_bytes for mlp in target.model.sparse_mlps)
+    budget = Budget(total, free, activations, reservations, bytes_per_slot, experts, target.state_bytes)
     plan = plan_memory(budget, cache.page_size, wanted, cache.mem_fraction_static, least)
     plan = plan.with_pages(min(context.group.gather(plan.num_pages)), bytes_per_slot * cache.page_size)
     log.info("KV cache: %d tokens in pages of %d", plan.num_pages * cache.page_size, cache.page_size)

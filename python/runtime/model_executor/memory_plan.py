@@ -23,7 +23,7 @@ class Budget:
         free: free memory after weights, row state, inputs and outputs are allocated.
         activations: peak of the largest chunk and of sampling, measured by a run.
         reservations: memory that each graph runner will allocate, by name.
-        experts: bytes of the target's routed experts, part of the memory that is not free.
+        experts, states: bytes of the target's routed experts and recurrent states, parts of the memory that is not free.
         bytes_per_slot: KV bytes of one position, target and draft together: the sum of `KVSpec.bytes_per_slot`.
     """
 
@@ -33,6 +33,7 @@ class Budget:
     reservations: dict[str, int]
     bytes_per_slot: int
     experts: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ def plan_memory(budget: Budget, page_size: int, wanted_tokens: int | None, fract
         )
         raise ConfigError(f"The KV cache is {short:,} MiB short of the {min_tokens} tokens that one request needs. {flag}")
     kv = (pages + 1) * page_bytes
-    held = {"weights and context": weights - budget.experts} | ({"expert weights": budget.experts} if budget.experts else {})
+    parts = {"expert weights": budget.experts, "recurrent states": budget.states}
+    held = {"weights and context": weights - sum(parts.values())} | {name: size for name, size in parts.items() if size}
     table = {**held, "activations": budget.activations, **budget.reservations, "KV cache": kv}
     table["left free"] = budget.total - sum(table.values())
     return MemoryPlan(pages, table)

@@ -53,6 +53,11 @@ class ModelRunner:
         """KV bytes of one position, all layers."""
         return sum(layer.kv.bytes_per_slot for layer in self.model.attention_specs)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all recurrent states."""
+        return 0 if self.states is None else self.states.num_bytes
+
     def allocate(self, num_pages: int, page_table: PageTable, max_batch_size: int, max_width: int) -> None:
         """Make the KV pool and the backend for passes of this size, and bind them to the model."""
         self._page_table = page_table

@@ -105,7 +105,8 @@ class Verifier:
         runner = target.runner
         self._key_bytes = runner.bytes_per_slot / runner.config.num_layers
         alone = shape.topk == 1 and runner.model.context.exchange is None
-        capable, shares = alone and runner.backend.caps.ragged_windows, alone and shares_prefixes and runner.backend.caps.shared_prefix
+        shares = alone and shares_prefixes and runner.backend.caps.shared_prefix
+        capable = alone and runner.backend.caps.ragged_windows and runner.states is None
         for depth, batches in depths.items():
             name = "target decode" if depth == 0 else "verify" if depth == shape.num_steps else f"verify K={depth}"
             spec = verify_spec(target, shape.at_depth(depth), name, feature_width)

@@ -184,7 +184,7 @@ class ModelConfig:
         query_scaling: how queries grow with their position; None for not at all.
         latent: None for attention with keys and values per head.
         delta: the layers with linear attention; None if no layer has it.
-        output_gate: whether the outputs of attention are multiplied by the sigmoid of a gate, which each head's query projection also gives.
+        output_gate: whether the outputs of attention are multiplied by the sigmoid of a gate, which the query projection also gives.
         mtp: None where the checkpoint holds no layer for multi-token prediction.
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.

@@ -97,10 +97,11 @@ class DecoderModel:
         return self._parts.weights.num_bytes + self._parts.rope_bytes
 
     def warmup_runs(self, rows: Iterable[int]) -> list[Callable[[], object]]:
-        """Calls that compile the kernels other than GEMMs and the backend's: of one attention layer of each kind and one sparse MLP, because
-        layers of a kind use the same kernels.
+        """Calls that compile the kernels other than GEMMs and the backend's: of one attention layer of each kind and one sparse MLP,
+        because layers of a kind use the same kernels.
         """
-        attention = [run for kind in {type(layer.attention): layer.attention for layer in self.layers}.values() for run in kind.warmup_runs()]
+        kinds = {type(layer.attention): layer.attention for layer in self.layers}
+        attention = [run for layer in kinds.values() for run in layer.warmup_runs()]
         return attention + [run for mlp in self.sparse_mlps[:1] for run in mlp.warmup_runs(self.final_norm, rows)]
 
     @property

@@ -53,9 +53,7 @@ def _heads(parts: ModelParts, prefix: str, delta: DeltaConfig) -> DeltaHeads:
     weights, (key, value, head) = parts.weights, head_shards(parts, delta)
     own = head.of(delta.num_value_heads)
     heads, ranks = own.stop - own.start, parts.context.group.size
-    decay_log, decay_bias = (
-        weights.tensor(prefix + name, (delta.num_value_heads,), torch.float32, own) for name in ("A_log", "dt_bias")
-    )
+    decay_log, decay_bias = (weights.tensor(prefix + name, (delta.num_value_heads,), torch.float32, own) for name in ("A_log", "dt_bias"))
     keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
     parts_of = [(key.of(keys), 0), (key.of(keys), keys), (value.of(values), 2 * keys)]
     conv = torch.empty(

@@ -17,6 +17,7 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
+from runtime.mem_cache.state_pool import StatePool, StateSpec
 from runtime.models.block import Block
 from runtime.models.checkpoint_parts import in_memory
 from runtime.models.config import ModelConfig
@@ -36,6 +37,7 @@ class DraftModel(Protocol):
             the token at the position.
         config: the draft's decoder.
         attention_specs: its attention layers, for the draft's KV pool and backend.
+        state_specs: none, because a draft cannot have recurrent states.
         aux_layers: target layers whose input stream the draft reads; () if it reads the target's last hidden state.
         feature_width: width of the target's states that draft-extend reads; 0 for a standalone model.
         hidden_width, hidden_dtype: of the state that `forward` returns and the next draft step reads.
@@ -47,6 +49,7 @@ class DraftModel(Protocol):
     lookahead: int = 1
     config: ModelConfig
     attention_specs: tuple[AttentionSpec, ...]
+    state_specs: tuple[StateSpec, ...] = ()
     aux_layers: tuple[int, ...] = ()
     feature_width: int
     hidden_width: int
@@ -91,8 +94,8 @@ class DraftModel(Protocol):
         """Fill the weights. Raises `ConfigError` that names the tensors that are missing, unexpected or of a wrong shape."""
         ...
 
-    def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
-        """Give the draft its KV pool and attention backend."""
+    def bind(self, kv_pool: KVPool, backend: AttentionBackend, states: StatePool | None = None) -> None:
+        """Give the draft its KV pool and attention backend. `states`: None, as a draft has no recurrent states."""
         ...
 
     @property
@@ -141,8 +144,8 @@ class DraftHead:
         """Name and shape of every tensor that `load` requires."""
         return self.parts.weights.expected() | ({"d2t": (self.vocab_size,)} if self.has_map else {})
 
-    def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
-        """Give the blocks their KV pool and attention backend."""
+    def bind(self, kv_pool: KVPool, backend: AttentionBackend, states: StatePool | None = None) -> None:
+        """Give the blocks their KV pool and attention backend. `states`: None, as a draft has no recurrent states."""
         self._bound = kv_pool, backend
 
     def context(self, batch: ForwardBatch) -> PassContext:

@@ -1,11 +1,11 @@
 """The gated delta rule with its convolution and gates, in torch operations. It defines the results; a CPU runs it.
 
-Source: Yang et al. 2024, arXiv:2412.06464. For each value head, with the state S [key_dim, value_dim], decay a in (0, 1) and rate b in (0, 1):
+Source: Yang et al. 2024, arXiv:2412.06464. For each value head, with state S [key_dim, value_dim], decay a and rate b in (0, 1):
 
     S = a * S;  S = S + k (b * (v - k^T S))^T;  o = S^T q
 
-q, k and v come from a causal convolution over the last tokens of each channel, then SiLU. q and k are normed to length 1, and q is divided by
-sqrt(key_dim).
+q, k and v come from a causal convolution over the last tokens of each channel, then SiLU. q and k are normed to length 1, and q is divided
+by sqrt(key_dim).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NORM_EPS = 1e-6
 
 
 class Tokens(NamedTuple):
-    """Tokens of B requests, n each: queries and keys float32 [B, n, H, key_dim], values float32 [B, n, H, value_dim], and the logarithm of the
-    decay and the rate, float32 [B, n, H].
+    """n tokens of each of B requests, float32: queries and keys [B, n, H, key_dim], values [B, n, H, value_dim], and the logarithm of the
+    decay and the rate, [B, n, H].
     """
 
     q: torch.Tensor
@@ -69,8 +69,11 @@ def delta_rule(
 
 def gate_values(gates: torch.Tensor, heads: DeltaHeads) -> torch.Tensor:
     """float32 [T, 2, H]: the logarithm of the decay, and the rate, from their inputs [T, 2 * H]."""
-    rate, decay = gates.float().chunk(2, dim=1)
-    return torch.stack([-heads.decay_log.exp() * F.softplus(decay + heads.decay_bias), rate.sigmoid()], dim=1)
+    rate, decay = (part.contiguous() for part in gates.float().chunk(2, dim=1))
+    decay = decay + heads.decay_bias
+    # Torch's own softplus and sigmoid round the last entries of a tensor differently, so that a token would depend on the others.
+    softplus = decay.clamp(min=0.0) + decay.abs().neg_().exp_().log1p_()
+    return torch.stack([-heads.decay_log.exp() * softplus, 1.0 / (1.0 + rate.neg().exp_())], dim=1)
 
 
 def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -83,7 +86,7 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
 def _windows(
     rows: torch.Tensor, gates: torch.Tensor, heads: DeltaHeads, own: LayerStates, states: StatePass, requests: slice
 ) -> torch.Tensor:
-    """Outputs [B, n, H * value_dim] of windows of n tokens, [B, n, C] with gates [B, n, 2, H]: applies what is pending, stores the windows."""
+    """Outputs [B, n, H * value_dim] of windows [B, n, C] with gates [B, n, 2, H]: applies what is pending, stores the windows."""
     at, pending = states.rows[requests], states.pending[requests]
     matrices, tail = _start(own, states, requests)
     most, width, before = int(pending.max()), rows.shape[1], tail.shape[1]
@@ -163,8 +166,8 @@ def _advance(matrices: torch.Tensor, token: Tokens) -> torch.Tensor:
 def _apply_chunk(matrices: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """Apply up to `CHUNK` tokens to matrices [1, H, key_dim, value_dim] in place; their outputs [1, n, H, value_dim].
 
-    The tokens' updates U solve (I + A) U = b * (V - decays * K S), where A holds the products of keys below the diagonal (the paper's section
-    3.3).
+    The tokens' updates U solve (I + A) U = b * (V - decays * K S), where A holds the products of keys below the diagonal (section 3.3 of
+    the paper).
     """
     q, k, v, decay, rate = (tensor.transpose(1, 2) for tensor in tokens)  # [1, H, n, ...]
     total = decay.cumsum(-1)

@@ -79,9 +79,17 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Qwen3MoeForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
@@ -104,6 +112,7 @@ from runtime.layers.quantization.int8 import Int8
 from runtime.layers.sparse_mlp import SparseMlp
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.mem_cache.state_pool import StatePool
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.block import Block
 from runtime.models.checkpoint_parts import holds_nan
@@ -189,7 +198,44 @@ MINISTRAL3 = {
         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
     },
 }  # fmt: skip
+DELTA: dict[str, Any] = {
+    "head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
 FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "qwen3.5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**COMMON | DELTA | {"initializer_range": 0.1})),
+    "qwen3.5-with-vision-tied": (
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5Config(
+            text_config={
+                **COMMON,
+                **DELTA,
+                "initializer_range": 0.12,
+                "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            },
+            vision_config={
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [],
+            },
+            tie_word_embeddings=True,
+        ),  # fmt: skip
+    ),
+    "qwen3.5-moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**SPARSE | DELTA | EXPERTS | SHARED_EXPERT)),
+    "qwen3-next": (Qwen3NextForCausalLM, Qwen3NextConfig(**SPARSE | DELTA | EXPERTS | SHARED_EXPERT, mlp_only_layers=[1])),
+    "qwen3-next-even": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig(
+            **{**SPARSE, **DELTA, **EXPERTS, **SHARED_EXPERT, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3},
+            decoder_sparse_step=2,
+            norm_topk_prob=False,
+        ),  # fmt: skip
+    ),
     "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
     "llama-tied-biases-llama3": (
         LlamaForCausalLM,
@@ -561,8 +607,9 @@ class Runner:
         self.table.pages[2] = torch.from_numpy(ids.astype(np.int32))
         shape = AttentionShape(layers, 4, 4, MAX_LEN, tuning=H200)
         self.backend = build_backend("torch_native", shape, pool, self.table)
+        states = StatePool(model.state_specs, 3, 4, CPU) if model.state_specs else None
         self.model, self.caches = model, (*pool.k, *pool.v)
-        model.bind(pool, self.backend)
+        model.bind(pool, self.backend, states)
 
     def hidden(
         self, ids: torch.Tensor, start: int, mode: ForwardMode, aux: tuple[int, ...] = (), wanted: torch.Tensor | None = None

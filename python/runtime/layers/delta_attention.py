@@ -21,13 +21,11 @@ class DeltaRows(NamedTuple):
     """The first projections of T tokens, in the model's dtype.
 
     Attributes:
-        qkv: [T, C], queries, keys and values before the convolution.
-        z: [T, H * value_dim], the inputs of the output's gate.
+        qkvz: [T, C + H * value_dim], queries, keys and values before the convolution, then the inputs of the output's gate.
         gates: [T, 2 * H], the inputs of each head's rate, then of its decay.
     """
 
-    qkv: torch.Tensor
-    z: torch.Tensor
+    qkvz: torch.Tensor
     gates: torch.Tensor
 
 
@@ -43,11 +41,10 @@ class DeltaAttention(AttentionLayer[DeltaRows]):
     kernel_launches = 8
 
     def __init__(
-        self, index: int, heads: DeltaHeads, projections: tuple[Linear, Linear, Linear], out_norm: RMSNorm, o_proj: Linear, ops: BlockOps
+        self, index: int, heads: DeltaHeads, qkvz_proj: Linear, gate_proj: Linear, out_norm: RMSNorm, o_proj: Linear, ops: BlockOps
     ) -> None:
-        """`projections`: of `DeltaRows.qkv`, `z` and `gates`."""
         self.index, self.heads, self.out_norm, self.o_proj, self.ops = index, heads, out_norm, o_proj, ops
-        self._projections = projections
+        self._projections = qkvz_proj, gate_proj
 
     def state_spec(self) -> StateSpec:
         """Its recurrent state per request."""
@@ -79,8 +76,9 @@ class DeltaAttention(AttentionLayer[DeltaRows]):
 
     def attend(self, qkv: DeltaRows, context: PassContext) -> torch.Tensor:
         """Apply or store the tokens in the recurrent states: their gated outputs, [T, H * value_dim]."""
-        return self.ops.gated_norm(self._outputs(qkv, context), qkv.z, self.out_norm)
+        return self.ops.gated_norm(self._outputs(qkv, context), qkv.qkvz[:, self.heads.channels :], self.out_norm)
 
     def _outputs(self, qkv: DeltaRows, context: PassContext) -> torch.Tensor:
         assert context.states is not None, "the model has a state pool"
-        return self.ops.delta_rule(qkv.qkv, qkv.gates, self.heads, self.index, context.states, context.batch)
+        rows = qkv.qkvz[:, : self.heads.channels]
+        return self.ops.delta_rule(rows, qkv.gates, self.heads, self.index, context.states, context.batch)

@@ -268,7 +268,7 @@ class BlockOps(Protocol):
         """Convolution, gates and the gated delta rule over the recurrent states of `layer`, in which the tokens are applied or stored.
 
         Args:
-            rows: [T, C], queries, keys and values before the convolution.
+            rows: [T, C], queries, keys and values before the convolution; may be a view of wider rows.
             gates: [T, 2 * H], the inputs of each head's rate, then of its decay.
             layer: its number in `states.layers`.
 
@@ -278,7 +278,8 @@ class BlockOps(Protocol):
         ...
 
     def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """`norm` of each head of x [T, H * dim], times SiLU of the gate [T, H * dim]; `norm` has dim columns."""
+        """`norm` of each head of x [T, H * dim], times SiLU of the gate [T, H * dim], which may be a view of wider rows; `norm` has dim
+        columns."""
         ...
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -134,6 +134,7 @@ class MtpConfig:
 
     Attributes:
         prefix: common prefix of its tensor names.
+        block: of the names of its block, after `prefix`.
         token_norm, hidden_norm, proj, final_norm: names of its own parts, after `prefix`.
         hidden_first: whether the input of `proj` is [hidden state, embedding] instead of [embedding, hidden state].
         blank_start: whether the embedding at position 0 is replaced by zeros.
@@ -148,6 +149,7 @@ class MtpConfig:
     hidden_first: bool = False
     blank_start: bool = False
     feeds_normed: bool = False
+    block: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

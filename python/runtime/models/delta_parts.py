@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -12,63 +13,110 @@ from runtime.layers.delta_attention import DeltaAttention
 from runtime.layers.linear import Partition
 from runtime.layers.norm import RMSNorm
 from runtime.layers.quantization.scheme import WeightSlot
-from runtime.models.config import DeltaConfig
 from runtime.models.parts import ModelParts
 from runtime.models.sharing import check_delta_heads
+from runtime.models.weights import LayerRows
+
+PARTS = ("q", "k", "v", "z")
+"""The rows of the first projection, in this order."""
 
 
-def delta_attention(parts: ModelParts, prefix: str, layer_id: int) -> DeltaAttention:
-    """The linear attention of tensors `prefix`*, under the names of Qwen 3.5. Its heads are sharded.
+class DeltaParts:
+    """Makes the linear attention of one layer, whose heads are sharded: each rank has whole key heads with their value heads."""
 
-    Raises:
-        ConfigError: the heads cannot be sharded over the group's ranks.
-    """
-    c, weights, delta = parts.config, parts.weights, parts.config.delta
-    assert delta is not None, "a model with linear attention"
-    check_delta_heads(delta, c.architecture, parts.context.group.size)
-    key, value, head = head_shards(parts, delta)
-    keys, values, hidden = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim, c.hidden_size
-    counts = {"q": keys, "k": keys, "v": values}
-    qkv = weights.linear(
-        {prefix + name: count for name, count in counts.items()}, hidden, False, Partition.COLUMN, (key, key, value),
-        stored=prefix + "in_proj_qkv",
-    )  # fmt: skip
-    z = weights.linear({prefix + "in_proj_z": values}, hidden, False, Partition.COLUMN, (value,))
-    rows = {prefix + "in_proj_b": delta.num_value_heads, prefix + "in_proj_a": delta.num_value_heads}
-    gates = weights.linear(rows, hidden, False, Partition.COLUMN, (head, head))
-    o = weights.linear({prefix + "out_proj": hidden}, values, False, Partition.ROW, [value])
-    norm = RMSNorm(weights.tensor(prefix + "norm.weight", (delta.value_dim,)), c.rms_eps)
-    heads = _heads(parts, prefix, delta)
-    return DeltaAttention(sum(delta.layers[:layer_id]), heads, (qkv, z, gates), norm, o, parts.context.ops)
+    def __init__(self, parts: ModelParts, prefix: str, fused: bool = False) -> None:
+        """Find this rank's heads.
+
+        Args:
+            prefix: of the layer's tensors.
+            fused: whether the checkpoint holds `in_proj_qkvz` and `in_proj_ba`, which have all rows of a key head and its value heads
+                side by side, instead of `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`.
+
+        Raises:
+            ConfigError: the heads cannot be sharded over the group's ranks.
+        """
+        delta, group = parts.config.delta, parts.context.group
+        assert delta is not None, "a model with linear attention"
+        check_delta_heads(delta, parts.config.architecture, group.size)
+        self._parts, self._prefix, self._fused, self._delta = parts, prefix, fused, delta
+        self._key_heads = Shard(group.rank, group.size).of(delta.num_key_heads)
+
+    def attention(self, layer: int) -> DeltaAttention:
+        """The linear attention of layer `layer`."""
+        c, weights, prefix, delta = self._parts.config, self._parts.weights, self._prefix, self._delta
+        qkvz = weights.rows_of(self._qkvz_rows(), c.hidden_size)
+        gates = weights.rows_of(self._gate_rows(), c.hidden_size)
+        values = delta.num_value_heads * delta.value_dim
+        group, unit = self._parts.context.group, self._per_key * delta.value_dim
+        o = weights.linear({prefix + "out_proj": c.hidden_size}, values, False, Partition.ROW, [Shard(group.rank, group.size, unit)])
+        norm = RMSNorm(weights.tensor(prefix + "norm.weight", (delta.value_dim,)), c.rms_eps)
+        return DeltaAttention(sum(delta.layers[:layer]), self._heads(), qkvz, gates, norm, o, self._parts.context.ops)
+
+    @property
+    def _per_key(self) -> int:
+        """Value heads of a key head."""
+        return self._delta.num_value_heads // self._delta.num_key_heads
+
+    def _of_heads(self, rows: int) -> slice:
+        """This rank's rows, of `rows` for each key head."""
+        return slice(self._key_heads.start * rows, self._key_heads.stop * rows)
+
+    def _qkvz_rows(self) -> list[LayerRows]:
+        """This rank's rows of queries, keys, values and output gates."""
+        key, value, heads = self._delta.key_dim, self._per_key * self._delta.value_dim, self._delta.num_key_heads
+        if self._fused:
+            return self._side_by_side("in_proj_qkvz", (key, key, value, value))
+        own = {"q": self._of_heads(key), "k": self._of_heads(key), "v": self._of_heads(value)}
+        total, before = (2 * key + value) * heads, {"q": 0, "k": key * heads, "v": 2 * key * heads}
+        qkv = [LayerRows(self._prefix + "in_proj_qkv", total, _moved(rows, before[part])) for part, rows in own.items()]
+        return [*qkv, LayerRows(self._prefix + "in_proj_z", value * heads, self._of_heads(value))]
+
+    def _gate_rows(self) -> list[LayerRows]:
+        """This rank's rows of the inputs of the rates, then of the decays."""
+        if self._fused:
+            return self._side_by_side("in_proj_ba", (self._per_key, self._per_key))
+        own = self._of_heads(self._per_key)
+        return [LayerRows(f"{self._prefix}in_proj_{part}", self._delta.num_value_heads, own) for part in "ba"]
+
+    def _side_by_side(self, name: str, counts: Iterable[int]) -> list[LayerRows]:
+        """This rank's rows of layer `name`, which has `counts` rows of each part for each key head: part after part."""
+        counts = tuple(counts)
+        each, pieces = sum(counts), list[LayerRows]()
+        for i, count in enumerate(counts):
+            starts = (head * each + sum(counts[:i]) for head in range(self._key_heads.start, self._key_heads.stop))
+            total = each * self._delta.num_key_heads
+            pieces += [LayerRows(self._prefix + name, total, slice(start, start + count)) for start in starts]
+        return pieces
+
+    def _heads(self) -> DeltaHeads:
+        parts, delta = self._parts, self._delta
+        own, key_heads = self._of_heads(self._per_key), self._key_heads.stop - self._key_heads.start
+        decay_log, decay_bias = (
+            parts.weights.tensor(self._prefix + name, (delta.num_value_heads,), torch.float32, own) for name in ("A_log", "dt_bias")
+        )
+        heads = own.stop - own.start
+        return DeltaHeads(key_heads, heads, delta.key_dim, delta.value_dim, self._convolution(), decay_log, decay_bias)
+
+    def _convolution(self) -> torch.Tensor:
+        """This rank's channels of the convolution, [C, conv_width]."""
+        parts, delta, key, value = self._parts, self._delta, self._delta.key_dim, self._per_key * self._delta.value_dim
+        heads, counts = delta.num_key_heads, (key, key, value)
+        own = self._key_heads.stop - self._key_heads.start
+        weight = torch.empty((own * sum(counts), delta.conv_width), dtype=parts.context.dtype, device=parts.context.device)
+        parts.weights.hold([weight])
+        for i, count in enumerate(counts):
+            before = sum(counts[:i])
+            target = weight[own * before : own * (before + count)]
+            index = (_moved(self._of_heads(count), before * heads), slice(None), slice(None))
+            shape = (sum(counts) * heads, 1, delta.conv_width)
+            parts.weights.add(self._prefix + "conv1d.weight", WeightSlot(shape, index, partial(_put_channels, target)))
+        return weight
 
 
-def head_shards(parts: ModelParts, delta: DeltaConfig) -> tuple[Shard, Shard, Shard]:
-    """This rank's rows of the keys, of the values, and of what has one row per value head."""
-    group, per_key = parts.context.group, delta.num_value_heads // delta.num_key_heads
-    key, value, head = (Shard(group.rank, group.size, unit) for unit in (delta.key_dim, per_key * delta.value_dim, per_key))
-    return key, value, head
+def _moved(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)
 
 
-def _heads(parts: ModelParts, prefix: str, delta: DeltaConfig) -> DeltaHeads:
-    weights, (key, value, head) = parts.weights, head_shards(parts, delta)
-    own = head.of(delta.num_value_heads)
-    heads, ranks = own.stop - own.start, parts.context.group.size
-    decay_log, decay_bias = (weights.tensor(prefix + name, (delta.num_value_heads,), torch.float32, own) for name in ("A_log", "dt_bias"))
-    keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
-    parts_of = [(key.of(keys), 0), (key.of(keys), keys), (value.of(values), 2 * keys)]
-    conv = torch.empty(
-        (sum(rows.stop - rows.start for rows, _ in parts_of), delta.conv_width), dtype=parts.context.dtype, device=parts.context.device
-    )
-    weights.hold([conv])
-    start = 0
-    for rows, first in parts_of:
-        target = conv[start : start + rows.stop - rows.start]
-        index = (slice(first + rows.start, first + rows.stop), slice(None), slice(None))
-        put = partial(_put_squeezed, target)
-        weights.add(prefix + "conv1d.weight", WeightSlot((2 * keys + values, 1, delta.conv_width), index, put))
-        start += len(target)
-    return DeltaHeads(delta.num_key_heads // ranks, heads, delta.key_dim, delta.value_dim, conv, decay_log, decay_bias)
-
-
-def _put_squeezed(target: torch.Tensor, weight: torch.Tensor) -> None:
+def _put_channels(target: torch.Tensor, weight: torch.Tensor) -> None:
+    """Store channels [n, 1, conv_width] of a convolution over single channels."""
     target.copy_(weight[:, 0])

@@ -60,7 +60,7 @@ class MtpDraft(DraftHead, DraftModel):
         )
         self._input = DraftInput((token_norm, hidden_norm), names.hidden_first, names.blank_start)
         self.proj = parts.weights.linear({prefix + names.proj: hidden}, 2 * hidden)
-        layer = FAMILIES[self.config.architecture].block(parts, prefix, 0)
+        layer = FAMILIES[self.config.architecture].block(parts, prefix + names.block, 0)
         assert isinstance(layer, Block), "no family with such a layer norms the outputs of attention and MLP"
         self.layer, self.layers = layer, [layer]
         self.head_norm = None if names.feeds_normed else self._final_norm
@@ -92,7 +92,7 @@ class MtpDraft(DraftHead, DraftModel):
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
-    """The architecture of the MTP layer, which is like the target's last layer.
+    """The architecture of the MTP layer, which is like the target's last layer with keys and values.
 
     Raises:
         ConfigError: the target's checkpoint has no such layer.
@@ -103,4 +103,4 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
             "--speculative-algorithm NGRAM, or EAGLE with a draft model."
         )
     moe = None if target.moe is None else dataclasses.replace(target.moe, layers=(True,))
-    return dataclasses.replace(target, num_layers=1, window=target.window[-1:], moe=moe)
+    return dataclasses.replace(target, num_layers=1, window=target.window[-1:], moe=moe, delta=None)

@@ -14,6 +14,7 @@ from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention_layer import Attention, AttentionLayer
 from runtime.layers.dense_sparse_mlp import DenseSparseMlp
+from runtime.layers.gated_attention import GatedAttention
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp, Mlp, SquaredReluMlp
 from runtime.layers.norm import RMSNorm
@@ -28,7 +29,7 @@ from runtime.models.context import ModelContext
 from runtime.models.rotary import build_rope
 from runtime.models.sharing import check_layer_heads
 from runtime.models.sparse import SparseNames, SparseParts
-from runtime.models.weights import WeightTable
+from runtime.models.weights import LayerRows, WeightTable
 
 
 class ModelParts:
@@ -87,10 +88,14 @@ class ModelParts:
         q_rows, kv_rows = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         query, key = self.head_shards()
         rows = {prefix + "q_proj": q_rows, prefix + "k_proj": kv_rows} | ({} if c.shared_kv else {prefix + "v_proj": kv_rows})
-        qkv = self.weights.linear(
-            rows, in_features or c.hidden_size, c.qkv_bias, Partition.COLUMN, (query, key, key)[: len(rows)],
-            stored=prefix + "qkv_proj" if fused else None,
-        )  # fmt: skip
+        if c.output_gate:
+            kv = [LayerRows(prefix + name, kv_rows, key.of(kv_rows)) for name in ("k_proj", "v_proj")]
+            qkv = self.weights.rows_of([*self._gated_rows(prefix, query, 0), *kv], c.hidden_size, c.qkv_bias)
+        else:
+            qkv = self.weights.linear(
+                rows, in_features or c.hidden_size, c.qkv_bias, Partition.COLUMN, (query, key, key)[: len(rows)],
+                stored=prefix + "qkv_proj" if fused else None,
+            )  # fmt: skip
         q_norm, k_norm = (self.norm(f"{prefix}{name}_norm.weight", c.head_dim) if c.qk_norm else None for name in "qk")
         o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
         heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
@@ -106,6 +111,18 @@ class ModelParts:
         spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks, causal, kv_scales, split, c.attn_softcap)
         row_norms = self.row_norms(prefix, query, key) if c.qk_row_norm else None
         return Attention(spec, qkv, o, self.context.ops, row_norms, self.rope if c.norm_after_rope else None)
+
+    def gated_attention(self, prefix: str, layer_id: int) -> GatedAttention:
+        """The attention layer of tensors `prefix`*, whose query projection has the rows of a gate behind those of each head."""
+        gate = self.weights.rows_of(self._gated_rows(prefix, self.head_shards()[0], 1), self.config.hidden_size, self.config.qkv_bias)
+        return GatedAttention(self.attention(prefix, layer_id), gate)
+
+    def _gated_rows(self, prefix: str, query: Shard, part: int) -> list[LayerRows]:
+        """This rank's rows of a query projection with a gate: of its queries if `part` is 0, of its gate if 1."""
+        dim, rows = self.config.head_dim, self.config.num_q_heads * self.config.head_dim
+        own = query.of(rows)
+        starts = (2 * first + part * dim for first in range(own.start, own.stop, dim))
+        return [LayerRows(prefix + "q_proj", 2 * rows, slice(start, start + dim)) for start in starts]
 
     def row_norms(self, prefix: str, query: Shard, key: Shard) -> RowNorms:
         """The norms of q and k over all heads; this rank computes the shards `query` and `key`."""

@@ -48,7 +48,10 @@ from runtime.models import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
     solar_open,
@@ -101,6 +104,11 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe,
     "MixtralForCausalLM": mixtral,
     "MiniMaxM2ForCausalLM": minimax_m2,
     "Gemma2ForCausalLM": gemma2,
@@ -137,7 +145,10 @@ FAMILIES: dict[str, Family] = {
 EMBEDDING = "embed_tokens.weight"
 MAX_CONTEXT = 2**23
 """The longest context that a config.json may give, in tokens; published models have at most 4 million."""
-MTP_CLASSES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Glm4MoeForCausalLM", "MiMoForCausalLM")
+MTP_CLASSES = (
+    "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Glm4MoeForCausalLM", "MiMoForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+)  # fmt: skip
 """The classes whose `parse` may return a `ModelConfig.mtp`."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,14 @@ SMALL_MODEL = 16 << 20
 
 
 NamedTensors = Iterable[tuple[str, Sliceable]]
+
+
+class LayerRows(NamedTuple):
+    """Some output rows of a layer of the checkpoint: its name, without `.weight`, all of its rows, and which of them."""
+
+    layer: str
+    total: int
+    rows: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +162,27 @@ class WeightTable:
                 piece = LinearPart(stored, (total, in_features), (slice(first + own.start, first + own.stop), columns), start)
             pieces.append(piece)
             first, start = first + count, piece.rows.stop
+        return self._assembled(pieces, bias, partition, group, scheme, total)
+
+    def rows_of(self, pieces: Sequence[LayerRows], in_features: int, bias: bool = False) -> Linear:
+        """A linear layer of some rows of the checkpoint's layers, in this order: this rank's rows of a layer that is sharded by columns."""
+        parts, start = list[LinearPart](), 0
+        for layer, total, rows in pieces:
+            parts.append(LinearPart(layer, (total, in_features), (rows, slice(0, in_features)), start))
+            start = parts[-1].rows.stop
+        return self._assembled(parts, bias, Partition.COLUMN, self.group, None, start * self.group.size)
+
+    def _assembled(
+        self,
+        pieces: Sequence[LinearPart],
+        bias: bool,
+        partition: Partition,
+        group: ParallelGroup,
+        scheme: QuantScheme | None,
+        total: int,
+    ) -> Linear:
+        """The layer of these pieces, one below the other. `total`: its rows on all ranks."""
+        start, columns, in_features = pieces[-1].rows.stop, pieces[0].index[1], pieces[0].shape[1]
         scheme = scheme or self.scheme_of(dict.fromkeys(piece.prefix for piece in pieces))
         storage = scheme.allocate(NewWeight(start, columns.stop - columns.start, self.dtype, self.device, parts=pieces))
         if storage.order is not None and storage.order.shared and columns != Shard(group.rank, group.size).of(in_features):

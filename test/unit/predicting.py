@@ -104,6 +104,8 @@ def speculating(
     calm(worker.parts.target.runner.model, sharp)
     if algorithm == "STANDALONE":
         calm(worker.parts.drafter.model.model, sharp)
+        if model is not None and model.delta is not None:  # its tensors differ, and thus the random numbers of all behind them
+            worker.parts.drafter.model.model.lm_head.weight.copy_(worker.parts.target.runner.model.lm_head.weight)
         worker.parts.drafter.model.model.layers[0].attention.o_proj.weight.mul_(2.5)
     elif algorithm == "DFLASH":
         teach_block_draft(worker.parts.drafter.model, worker.parts.target.runner.model)

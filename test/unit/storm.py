@@ -73,6 +73,12 @@ class Poison:
         if state is not None:
             state.hidden[idle], state.scores[idle], state.probs[idle], state.guesses[idle] = torch.nan, torch.nan, torch.nan, -1
             state.hidden[0] = 1e4
+        states = self.worker.parts.target.runner.states
+        if states is not None:
+            states.applied[idle] = 1 << 19
+            for layer in states.layers:
+                for tensor in (layer.matrices, layer.tail, layer.window, layer.gates):
+                    tensor[idle] = torch.nan
         self._check_free_pages(free)
 
     def _check_free_pages(self, free: list[int]) -> None:
@@ -190,8 +196,8 @@ class Storm:
     def _new_prompt(self) -> tuple[list[int], tuple[int, int] | None]:
         """Random, or one that agrees with a living request up to some position and the token after it, whose KV it then shares."""
         fresh = self.rng.integers(0, 97, int(self.rng.integers(2, 40))).tolist()
-        if not self.driver.kv or self.rng.random() < 0.6:
-            return fresh, None
+        if not self.driver.kv or self.rng.random() < 0.6 or self.worker.parts.target.runner.states is not None:
+            return fresh, None  # a prefix is useless without its recurrent state
         row = int(self.rng.choice(sorted(self.driver.kv)))
         known = (self.driver.prompts[row][: self.prompt_lens[row]] + self.driver.out[row])[
             : self.driver.kv[row] - self.driver.unfollowed[row]
@@ -245,12 +251,14 @@ class Storm:
             self.driver.release(row)
 
     def _kv(self, row: int) -> list[torch.Tensor]:
-        """All committed KV of the target, and all that the draft followed."""
+        """All committed KV of the target, its recurrent states, and all KV that the draft followed."""
         target, *drafts = pools(self.worker)
         kv_len = self.driver.kv[row]
         lens = [kv_len, *(kv_len - self.driver.unfollowed[row] for _ in drafts)]
         slots = [torch.from_numpy(self.driver.slots(row, length)) for length in lens]
-        return [t.flatten(0, 1)[at].clone() for at, pool in zip(slots, (target, *drafts), strict=True) for t in (*pool.k, *pool.v)]
+        kv = [t.flatten(0, 1)[at].clone() for at, pool in zip(slots, (target, *drafts), strict=True) for t in (*pool.k, *pool.v)]
+        states = self.worker.parts.target.runner.states
+        return kv if states is None else kv + [t[row].clone() for layer in states.layers for t in (layer.matrices, layer.tail)]
 
     def living(self) -> list[torch.Tensor]:
         """KV of every request that is alive, and what its row goes on from when it drafts next."""

@@ -88,9 +88,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
-    Qwen3MoeForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -224,7 +224,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
                 "deepstack_visual_indexes": [],
             },
             tie_word_embeddings=True,
-        ),  # fmt: skip
+        ),
     ),
     "qwen3.5-moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**SPARSE | DELTA | EXPERTS | SHARED_EXPERT)),
     "qwen3-next": (Qwen3NextForCausalLM, Qwen3NextConfig(**SPARSE | DELTA | EXPERTS | SHARED_EXPERT, mlp_only_layers=[1])),
@@ -234,7 +234,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
             **{**SPARSE, **DELTA, **EXPERTS, **SHARED_EXPERT, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3},
             decoder_sparse_step=2,
             norm_topk_prob=False,
-        ),  # fmt: skip
+        ),
     ),
     "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
     "llama-tied-biases-llama3": (

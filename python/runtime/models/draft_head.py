@@ -121,6 +121,7 @@ class DraftHead:
     """
 
     layers: list[Block]
+    state_specs: tuple[StateSpec, ...] = ()
     head_norm: RMSNorm | None = None
     to_target: torch.Tensor | None = None
     to_draft: torch.Tensor | None = None

@@ -217,6 +217,17 @@ EXAONE: Config = FEW | {
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": 128, "sliding_window_pattern": 4, "rope_theta": 1000000,
     "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
 }  # fmt: skip
+QWEN_3_5: Config = FEW | {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 4096, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 12288, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN_3_5_MOE: Config = QWEN_3_5 | {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_key_value_heads": 2,
+    "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
 _QWEN_DRAFT = _read("qwen3-30b-a3b-eagle3", **DRAFT)
 
 
@@ -258,6 +269,8 @@ FAMILIES: dict[str, Family] = {
     "solar-open": Family(SOLAR, "EAGLE3", _draft_of(SOLAR)),
     "hunyuan-moe": Family(HUNYUAN_MOE, "EAGLE3", _draft_of(HUNYUAN_MOE)),
     "exaone-moe": Family(EXAONE, "EAGLE3", _draft_of(EXAONE), backends=("fa3",)),
+    "qwen3.5": Family(QWEN_3_5, "MTP", backends=("fa3",)),
+    "qwen3.5-moe": Family(QWEN_3_5_MOE, "MTP", backends=("fa3",)),
     "mimo": Family(MIMO, "MTP"),
     "glm": Family(GLM, "MTP", backends=LATENT_BACKENDS),
     "glm-4.5-air": Family(GLM_AIR, "MTP"),

@@ -83,7 +83,8 @@ def random_weights(shapes: dict[str, tuple[int, ...]], norm_offset: float = 0.0)
         elif tensor.dtype is not torch.float8_e4m3fn:
             if tensor.dim() == 1:  # norms of ones and biases of zeros would hide a swapped one
                 tensor = tensor + torch.randn(tensor.shape, device=DEVICE, generator=generator).to(tensor.dtype) * 0.1
-            tensor = tensor * factor - (norm_offset if name.endswith("norm.weight") else 0.0)
+            has_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+            tensor = tensor * factor - (norm_offset if has_offset else 3.0 if name.endswith("A_log") else 0.0)  # states last many tokens
         weights[name] = tensor.contiguous()
     return weights
 

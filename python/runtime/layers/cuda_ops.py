@@ -14,6 +14,7 @@ from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.bounded_head import BoundedHead, HeadWithCopy
 from runtime.layers.candidate_head import CandidateHead
+from runtime.layers.cuda_delta_ops import CudaDeltaOps
 from runtime.layers.cuda_latent_ops import CudaLatentOps, prepared_queries
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
@@ -61,7 +62,7 @@ MAX_DEFERRED = 512
 """Maximum rows of a norm that an all-reduce kernel prepares. cuBLAS, which needs a kernel for the norm, runs most GEMMs of more rows."""
 
 
-class CudaOps(CudaLatentOps):
+class CudaOps(CudaLatentOps, CudaDeltaOps):
     """`BlockOps` for 16-bit weights. A row's result depends on its own row and on the number of rows, but not on the other rows.
 
     Attributes:
@@ -78,8 +79,7 @@ class CudaOps(CudaLatentOps):
         self._copies = HeadCopies(timings, self.pdl)
         self._tuned_buckets: set[int] | None = None
         self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        self._float32_gemms = has_float32_gemms()
-        self._tickets = new_tickets(torch.device("cuda", torch.cuda.current_device()))
+        self._float32_gemms, self._tickets = has_float32_gemms(), new_tickets(torch.device("cuda", torch.cuda.current_device()))
 
     def embed(
         self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False

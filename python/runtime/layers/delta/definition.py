@@ -91,20 +91,20 @@ def _windows(
     matrices, tail = _start(own, states, requests)
     most, width, before = int(pending.max()), rows.shape[1], tail.shape[1]
     # The inputs of each request without gaps: its tail, its pending tokens, its window.
-    index = torch.arange(before + most + width) - before
+    numbers = torch.arange(before + most + width, device=rows.device)
+    index = numbers - before
     places = torch.where(index < pending[:, None], index + before, index - pending[:, None] + before + most)
     places = places.clamp_(max=before + most + width - 1)[:, :, None].expand(-1, -1, rows.shape[2])
     inputs = torch.cat([tail, own.window[at, :most], rows], dim=1).gather(1, places)
     convolved = _convolved(inputs, heads)
-    is_pending = (torch.arange(most) < pending[:, None])[:, :, None]
+    is_pending = (numbers[:most] < pending[:, None])[:, :, None]
     old_gates = own.gates[at, :most].transpose(1, 2).unbind(1)
     old = split_heads(convolved[:, :most], heads, *(torch.where(is_pending, gate, 0.0) for gate in old_gates))
     for i in range(most):  # a decay of log 0 and a rate of 0 leave a matrix as it is, bit by bit
         _advance(matrices, old.part(slice(i, i + 1)))
-    columns = torch.arange(width)
-    newest = (pending[:, None] + columns)[:, :, None].expand(-1, -1, convolved.shape[2])
+    newest = (pending[:, None] + numbers[:width])[:, :, None].expand(-1, -1, convolved.shape[2])
     new = split_heads(convolved.gather(1, newest), heads, *gates.transpose(1, 2).unbind(1))
-    last = (pending[:, None] + torch.arange(before))[:, :, None].expand(-1, -1, rows.shape[2])
+    last = (pending[:, None] + numbers[:before])[:, :, None].expand(-1, -1, rows.shape[2])
     own.matrices[at], own.tail[at] = matrices, inputs.gather(1, last)
     own.window[at, :width], own.gates[at, :width] = rows, gates
     outputs = [_advance(matrices, new.part(slice(i, i + 1))) for i in range(width)]

@@ -1,0 +1,139 @@
+"""The gated delta rule over long prompt chunks, 64 tokens at a time, as Triton kernels. `_apply_chunk` of the definition has the formulas."""
+
+# Only Triton's types describe kernel[grid](...).
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.layers.delta.definition import CHUNK
+from runtime.layers.delta.heads import DeltaHeads
+from runtime.layers.delta.kernels.convolution import Convolved
+from runtime.layers.kernels.pdl import launch_options, pdl_sync
+from runtime.mem_cache.state_pool import LayerStates, StatePass
+
+COLUMNS = 32
+"""Columns of a matrix that one program holds."""
+PRECISION = tl.constexpr("tf32x3")
+"""Products of float32 numbers on the tensor cores with nearly their precision."""
+
+
+def apply_chunks(
+    tokens: Convolved,
+    heads: DeltaHeads,
+    own: LayerStates,
+    states: StatePass,
+    qo_indptr: torch.Tensor,
+    out: torch.Tensor,
+    longest: int,
+    pdl: bool,
+) -> None:
+    """Apply the tokens of requests with more than W tokens, and those that are pending; outputs go to `out` [T, H * value_dim].
+
+    Args:
+        longest: the most tokens of a request, on the host.
+    """
+    requests, count, width = len(states.rows), heads.num_value_heads, own.window_width
+    chunks = triton.cdiv(width + longest, CHUNK)
+    inverses, scores = torch.empty((2, requests, chunks, count, CHUNK, CHUNK), dtype=torch.float32, device=out.device)
+    sizes = {
+        "KEY": heads.key_dim, "VALUE": heads.value_dim, "KEYS": triton.next_power_of_2(heads.key_dim), "CHUNK": CHUNK, "PDL": pdl,
+        **launch_options(pdl),
+    }  # fmt: skip
+    indices = states.pending, qo_indptr
+    _within_chunks[(requests, chunks, count)](
+        *tokens, *indices, inverses, scores, chunks, width, heads.num_key_heads, count, **sizes, num_warps=4
+    )
+    columns = min(COLUMNS, max(triton.next_power_of_2(heads.value_dim), 16))
+    _across_chunks[(requests, count, triton.cdiv(heads.value_dim, columns))](
+        *tokens, own.matrices, states.rows, states.fresh, *indices, inverses, scores, out, chunks, width, heads.num_key_heads, count,
+        COLUMNS=columns, **sizes, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _within_chunks(
+    qkv, gates, pending, indptr, inverses, scores, chunks, width, key_heads, heads,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the inverse of the system of one chunk and head, and its decayed products of queries and keys."""
+    pdl_sync(PDL)
+    request, chunk, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(indptr + request).to(tl.int64)
+    count = tl.load(indptr + request + 1) - start.to(tl.int32)
+    left = tl.load(pending + request) + count - chunk * CHUNK
+    if (count <= width) | (left <= 0):
+        return
+    first = start + request.to(tl.int64) * width + chunk * CHUNK
+    i, entry = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    live, channels = i < left, 2 * key_heads * KEY + heads * VALUE
+    q_at = (first + i[:, None]) * channels + (head // (heads // key_heads)) * KEY + entry[None, :]
+    inside = live[:, None] & (entry < KEY)[None, :]
+    q, k = tl.load(qkv + q_at, mask=inside, other=0.0), tl.load(qkv + q_at + key_heads * KEY, mask=inside, other=0.0)
+    gate = gates + (first + i) * 2 * heads + head
+    total = tl.cumsum(tl.load(gate, mask=live, other=0.0), 0)
+    rate = tl.load(gate + heads, mask=live, other=0.0)
+    lower = i[:, None] >= i[None, :]
+    ratio = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
+    keys = tl.trans(k)
+    at = ((request * chunks + chunk).to(tl.int64) * heads + head) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+    tl.store(scores + at, tl.dot(q, keys, input_precision=PRECISION) * ratio)
+    # Row r of the inverse of I + A is the unit row minus the rows above it, times row r of A. Here A is transposed.
+    system = tl.where(i[:, None] < i[None, :], tl.trans(rate[:, None] * tl.dot(k, keys, input_precision=PRECISION) * ratio), 0.0)
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for r in range(1, CHUNK):
+        factors = tl.sum(tl.where(i[None, :] == r, system, 0.0), 1)
+        row = tl.sum(factors[:, None] * inverse, 0)
+        inverse = tl.where(i[:, None] == r, inverse - row[None, :], inverse)
+    tl.store(inverses + at, inverse)
+
+
+@triton.jit
+def _across_chunks(
+    qkv, gates, matrices, row_ids, fresh, pending, indptr, inverses, scores, out, chunks, width, key_heads, heads,
+    COLUMNS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: some columns of the matrix of one head of one request, chunk after chunk."""
+    pdl_sync(PDL)
+    request, head = tl.program_id(0), tl.program_id(1)
+    start = tl.load(indptr + request).to(tl.int64)
+    count = tl.load(indptr + request + 1) - start.to(tl.int32)
+    if count <= width:
+        return
+    before = tl.load(pending + request)
+    tokens, base = before + count, start + request.to(tl.int64) * width
+    i, entry = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    of_key, of_value = entry < KEY, column < VALUE
+    both = of_key[:, None] & of_value[None, :]
+    stored = (tl.load(row_ids + request) * heads + head) * KEY * VALUE + entry[:, None] * VALUE + column[None, :]
+    matrix = tl.load(matrices + stored, mask=both & (tl.load(fresh + request) == 0), other=0.0)
+    channels = 2 * key_heads * KEY + heads * VALUE
+    q_first = (head // (heads // key_heads)) * KEY
+    for chunk in range(tl.cdiv(tokens, CHUNK)):
+        token = chunk * CHUNK + i
+        live = token < tokens
+        row = (base + token) * channels
+        inside = live[:, None] & of_key[None, :]
+        q = tl.load(qkv + row[:, None] + q_first + entry[None, :], mask=inside, other=0.0)
+        k = tl.load(qkv + row[:, None] + key_heads * KEY + q_first + entry[None, :], mask=inside, other=0.0)
+        v_at = row[:, None] + 2 * key_heads * KEY + head * VALUE + column[None, :]
+        v = tl.load(qkv + v_at, mask=live[:, None] & of_value[None, :], other=0.0)
+        gate = gates + (base + token) * 2 * heads + head
+        decay, rate = tl.load(gate, mask=live, other=0.0), tl.load(gate + heads, mask=live, other=0.0)
+        total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
+        at = ((request * chunks + chunk).to(tl.int64) * heads + head) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+        so_far = tl.exp(total)[:, None]
+        wanted = rate[:, None] * (v - so_far * tl.dot(k, matrix, input_precision=PRECISION))
+        updates = tl.dot(tl.load(inverses + at), wanted, input_precision=PRECISION)
+        result = so_far * tl.dot(q, matrix, input_precision=PRECISION)
+        result += tl.dot(tl.load(scores + at), updates, input_precision=PRECISION)
+        out_at = (start + token - before)[:, None] * heads * VALUE + head * VALUE + column[None, :]
+        is_new = live & (token >= before)
+        tl.store(out + out_at, result.to(out.dtype.element_ty), mask=is_new[:, None] & of_value[None, :])
+        k = k * tl.exp(last - total)[:, None]
+        matrix = matrix * tl.exp(last) + tl.dot(tl.trans(k), updates, input_precision=PRECISION)
+    tl.store(matrices + stored, matrix, mask=both)

@@ -1,0 +1,75 @@
+"""The recurrence of the gated delta rule token by token, as a Triton kernel, for windows of few tokens."""
+
+# Only Triton's types describe kernel[grid](...).
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.layers.delta.heads import DeltaHeads
+from runtime.layers.delta.kernels.convolution import Convolved
+from runtime.layers.kernels.pdl import launch_options, pdl_sync
+from runtime.mem_cache.state_pool import LayerStates, StatePass
+
+COLUMNS = 16
+"""Columns of a matrix that one program, a warp, holds in registers: each of its lanes has key_dim / 2 entries."""
+
+
+def advance(
+    tokens: Convolved, heads: DeltaHeads, own: LayerStates, states: StatePass, qo_indptr: torch.Tensor, out: torch.Tensor, pdl: bool
+) -> None:
+    """Apply the pending tokens of requests with at most W tokens, and write the outputs of their tokens to `out` [T, H * value_dim]."""
+    columns = min(COLUMNS, triton.next_power_of_2(heads.value_dim))
+    grid = len(states.rows), heads.num_value_heads, triton.cdiv(heads.value_dim, columns)
+    _advance[grid](
+        *tokens, own.matrices, states.rows, states.pending, states.fresh, qo_indptr, out, own.window_width, heads.num_key_heads,
+        heads.num_value_heads, KEY=heads.key_dim, VALUE=heads.value_dim, KEYS=triton.next_power_of_2(heads.key_dim), COLUMNS=columns,
+        PDL=pdl, num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _advance(
+    qkv, gates, matrices, row_ids, pending, fresh, indptr, out, width, key_heads, heads,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: some columns of the matrix of one head of one request."""
+    pdl_sync(PDL)
+    request, head = tl.program_id(0), tl.program_id(1)
+    start = tl.load(indptr + request).to(tl.int64)
+    count = tl.load(indptr + request + 1) - start.to(tl.int32)
+    if count > width:
+        return
+    before, is_fresh = tl.load(pending + request), tl.load(fresh + request) != 0
+    base = start + request.to(tl.int64) * width
+    entry = tl.arange(0, KEYS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    of_key, of_value = entry < KEY, column < VALUE
+    both = of_key[:, None] & of_value[None, :]
+    at = (tl.load(row_ids + request) * heads + head) * KEY * VALUE + entry[:, None] * VALUE + column[None, :]
+    matrix = tl.load(matrices + at, mask=both & (is_fresh == 0), other=0.0)
+    channels = 2 * key_heads * KEY + heads * VALUE
+    q_at = (head // (heads // key_heads)) * KEY + entry
+    k_at, v_at = key_heads * KEY + q_at, 2 * key_heads * KEY + head * VALUE + column
+    for t in range(before):
+        token = base + t
+        k = tl.load(qkv + token * channels + k_at, mask=of_key, other=0.0)[:, None]
+        v = tl.load(qkv + token * channels + v_at, mask=of_value, other=0.0)
+        matrix *= tl.exp(tl.load(gates + token * 2 * heads + head))
+        update = (v - tl.sum(matrix * k, 0)) * tl.load(gates + token * 2 * heads + heads + head)
+        matrix += k * update[None, :]
+    if is_fresh | (before > 0):
+        tl.store(matrices + at, matrix, mask=both)
+    for t in range(count):
+        token = base + before + t
+        k = tl.load(qkv + token * channels + k_at, mask=of_key, other=0.0)[:, None]
+        q = tl.load(qkv + token * channels + q_at, mask=of_key, other=0.0)[:, None]
+        v = tl.load(qkv + token * channels + v_at, mask=of_value, other=0.0)
+        matrix *= tl.exp(tl.load(gates + token * 2 * heads + head))
+        update = (v - tl.sum(matrix * k, 0)) * tl.load(gates + token * 2 * heads + heads + head)
+        matrix += k * update[None, :]
+        result = tl.sum(matrix * q, 0).to(out.dtype.element_ty)
+        tl.store(out + (start + t) * heads * VALUE + head * VALUE + column, result, mask=of_value)

@@ -1,4 +1,4 @@
-"""Latent attention's operations between its GEMMs on a CUDA GPU."""
+"""Operations of latent and of gated attention between their GEMMs on a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -38,9 +38,13 @@ def prepared_queries(choice: GemmChoice, linear: Linear, rows: int, q_norm: RMSN
 
 
 class CudaLatentOps:
-    """The part of `CudaOps` for latent attention. `pdl`: as there."""
+    """The part of `CudaOps` for latent and gated attention. `pdl`: as there."""
 
     pdl: bool
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`x` times the sigmoid of `gate`, in the storage of `x`."""
+        return x.mul_(gate.sigmoid())
 
     def write_latent(
         self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -46,10 +47,8 @@ class GatedAttention(AttentionLayer[GatedRows]):
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
         """Its GEMMs, in order."""
-        first, *others = self.attention.gemms(norm, next_norm)
-        yield first
-        yield Gemm("linear", self.gate_proj, norm)
-        yield from others
+        first, last = self.attention.gemms(norm, next_norm)
+        yield from (first, Gemm("linear", self.gate_proj, norm), replace(last, after_attention=False))
 
     def project(self, stream: Stream, norm: RMSNorm) -> GatedRows:
         """The first projections of the normed stream."""
@@ -65,4 +64,4 @@ class GatedAttention(AttentionLayer[GatedRows]):
 
     def attend(self, qkv: GatedRows, context: PassContext) -> torch.Tensor:
         """Write k and v to the pool and attend: [T, H * head_dim], times the gate."""
-        return self.attention.attend(qkv.qkv, context).mul_(qkv.gate.sigmoid())
+        return self.ops.gate(self.attention.attend(qkv.qkv, context), qkv.gate)

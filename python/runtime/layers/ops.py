@@ -279,7 +279,12 @@ class BlockOps(Protocol):
 
     def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """`norm` of each head of x [T, H * dim], times SiLU of the gate [T, H * dim], which may be a view of wider rows; `norm` has dim
-        columns."""
+        columns.
+        """
+        ...
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`x` times the sigmoid of `gate`, both [T, n]: in the dtype of `x`, possibly in its storage."""
         ...
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:

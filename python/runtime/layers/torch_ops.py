@@ -191,6 +191,11 @@ class TorchOps(BlockOps):
         """The norm of each head times SiLU of its gate, [T, H * dim]."""
         return definition.gated_norm(x, gate, norm.weight, norm.eps)
 
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`x` times the sigmoid of `gate`, computed in float32."""
+        # Torch's own sigmoid rounds the last entries of a tensor, and of each thread's part, differently.
+        return (x.float() / gate.float().neg().exp_().add_(1.0)).to(x.dtype)
+
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
         """`head(x)` in float32, [N, vocab], written to `out` if given."""
         scores = head(x).float()

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-PROJECTION = re.compile(r"(proj|proj_with_mqa|\.w[123])\.weight$")
+PROJECTION = re.compile(r"(proj|proj_with_mqa|in_proj_\w+|\.w[123])\.weight$")
 EXPERTS = re.compile(r"(experts\.)(gate_up|down)_proj$")
 """Tensors [E, rows, columns] of all experts of a layer."""
 

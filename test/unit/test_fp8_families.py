@@ -13,6 +13,8 @@ from unit.test_quantization import assert_close_to, write_quantized
 
 SIZES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 160, "moe_intermediate_size": 160}
 """Blocks of 128 do not divide them."""
+WHOLE_BLOCKS: dict[str, Any] = {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+"""Heads of linear attention and of attention with a gate consist of blocks, as in published models."""
 SPARSE_GEMMA4 = {**GEMMA4, **SIZES, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MiniMaxM2ForCausalLM": ("minimax-m2", "qwen-block", SIZES),
@@ -20,6 +22,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Glm4MoeForCausalLM": ("glm4-moe", "compressed-channel", SIZES),
     "MixtralForCausalLM": ("mixtral", "static-tensor", SIZES),
     "Qwen2MoeForCausalLM": ("qwen2-moe", "compressed-channel", SIZES),
+    "Qwen3_5ForCausalLM": ("qwen3.5", "qwen-block", SIZES),
+    "Qwen3_5MoeForCausalLM": ("qwen3.5-moe", "compressed-channel", SIZES),
+    "Qwen3NextForCausalLM": ("qwen3-next", "qwen-block", {**SIZES, **WHOLE_BLOCKS}),
     "MiMoForCausalLM": ("qwen2", "compressed-channel", SIZES),
     "Mistral3ForConditionalGeneration": (
         "mistral3-with-vision",

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.errors import ConfigError
 from runtime.layers.torch_ops import TorchOps
+from runtime.models.registry import load_hf_config, parse_hf_config
+from unit import test_models
+from unit.test_models import COMMON, DECODE, DELTA, EXPERTS, EXTEND, SHARED_EXPERT, SPARSE, VERIFY, Checkpoint, Runner, loaded
+
+QWEN = ["qwen3.5", "qwen3.5-moe", "qwen3-next"]
+RAW: dict[str, Any] = {**COMMON, **DELTA, "architectures": ["Qwen3_5ForCausalLM"]}
+SPARSE_RAW: dict[str, Any] = {**SPARSE, **DELTA, **EXPERTS, **SHARED_EXPERT, "architectures": ["Qwen3NextForCausalLM"]}
 
 
 def test_a_gate_gives_a_row_the_same_bits_in_every_batch() -> None:
@@ -14,3 +27,120 @@ def test_a_gate_gives_a_row_the_same_bits_in_every_batch() -> None:
     for i in range(7):
         assert torch.equal(TorchOps().gate(x[i : i + 1].clone(), gate[i : i + 1]), together[i : i + 1])
     assert torch.equal(TorchOps().gate(torch.ones(1, 2), torch.tensor([[-200.0, 200.0]])), torch.tensor([[0.0, 1.0]]))
+
+
+# ---- logits
+
+
+def long_logits(reference: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return reference.reference(ids[None]).logits[0]
+
+
+LONG = 120
+LONG_PIECES = {
+    "prefill and decode": [(100, EXTEND), *[(1, DECODE)] * 20],
+    "chunks": [(70, EXTEND), (1, EXTEND), (3, EXTEND), (46, EXTEND)],
+    "windows": [(72, EXTEND), *[(4, VERIFY)] * 12],
+}
+
+
+@pytest.mark.parametrize("pieces", LONG_PIECES)
+@pytest.mark.parametrize("name", QWEN)
+def test_prompts_of_several_chunks_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pieces: str) -> None:
+    monkeypatch.setattr(test_models, "MAX_LEN", 128)
+    reference = Checkpoint(name, tmp_path)
+    ids = torch.randint(0, 101, (LONG,), generator=torch.Generator().manual_seed(1))
+    expected = long_logits(reference, ids)
+    logits = Runner(loaded(tmp_path), 16).in_pieces(ids, LONG_PIECES[pieces])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * max(1.0, float(expected.abs().max())))
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_a_batch_of_windows_has_the_bits_of_decoding_in_int8(tmp_path: Path, name: str) -> None:
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 128, "num_experts": 16, "shared_expert_intermediate_size": 64}
+    reference = Checkpoint(name, tmp_path, **sizes, initializer_range=0.05)
+    model = loaded(tmp_path, "int8")
+    alone = Runner(model, 16).in_pieces(reference.ids, [(20, EXTEND), *[(1, DECODE)] * 20])[20:]
+    for width in (2, 4):
+        pieces = [(20, EXTEND), *[(width, VERIFY)] * (20 // width)]
+        assert torch.equal(Runner(model, 16).in_pieces(reference.ids, pieces)[20:], alone), width
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_biases_of_attention_match_transformers(tmp_path: Path, name: str) -> None:
+    reference = Checkpoint(name, tmp_path, attention_bias=True)
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, [(13, EXTEND), (27, EXTEND)])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+
+
+# ---- tensors
+
+
+def test_stacked_experts_as_published_match_transformers(tmp_path: Path) -> None:
+    reference = Checkpoint("qwen3.5-moe", tmp_path)
+    reference.reference.save_pretrained(tmp_path, save_original_format=False)
+    assert load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 64, 64)
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, [(40, EXTEND)])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+
+
+@pytest.mark.parametrize("name", [*QWEN, "qwen3.5-with-vision-tied"])
+def test_the_layer_for_multi_token_prediction_is_found_by_its_tensors(tmp_path: Path, name: str) -> None:
+    reference = Checkpoint(name, tmp_path)
+    assert load_hf_config(tmp_path).mtp is None
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(64, 128)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert (mtp := load_hf_config(tmp_path).mtp) is not None
+    assert (mtp.prefix, mtp.block, mtp.feeds_normed) == ("mtp.", "layers.0.", True)
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, [(40, EXTEND)])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+
+
+@pytest.mark.parametrize(("count", "held"), [(None, True), (0, False), (1, True), (2, False)])
+def test_only_a_single_layer_for_multi_token_prediction_is_used(count: int | None, held: bool) -> None:
+    assert (parse_hf_config(RAW | {"mtp_num_hidden_layers": count}, "config.json").mtp is not None) == held
+
+
+# ---- files that are refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads is 3; it must be a multiple of linear_num_key_heads, 2"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be at least 2"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0; it must be a positive integer"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types names no full_attention; at least one layer must have it"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types must name linear_attention or full_attention for each of 3"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types must name linear_attention or full_attention"),
+        ({"layer_types": [["full_attention"]] * 3}, "layer_types must name linear_attention or full_attention"),
+        ({"layer_types": "full_attention"}, "layer_types must name linear_attention or full_attention"),
+        ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval is 0; it must be a positive integer"),
+        ({"layer_types": None, "full_attention_interval": 4}, "layer_types names no full_attention"),
+        ({"mtp_num_hidden_layers": "one"}, "mtp_num_hidden_layers is 'one'; it must be zero or a positive integer"),
+        ({"attention_bias": 1}, "attention_bias is 1; it must be true or false"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "rope scaling 'mrope' is not supported"),
+    ],
+)
+def test_a_file_that_cannot_be_served_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    for raw in (RAW, SPARSE_RAW):
+        with pytest.raises(ConfigError, match=message):
+            parse_hf_config({**raw, **changes}, "config.json")
+    around = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**RAW, **changes}}
+    with pytest.raises(ConfigError, match=message):
+        parse_hf_config(around, "config.json")
+
+
+def test_layer_types_win_over_the_interval() -> None:
+    raw = {**RAW, "num_hidden_layers": 6, "layer_types": None, "full_attention_interval": 3}
+    every_third = parse_hf_config(raw, "config.json").delta
+    assert every_third is not None
+    assert every_third.layers == (True, True, False) * 2
+    kinds = ["full_attention", *["linear_attention"] * 5]
+    for interval in (3, None):
+        named = parse_hf_config({**raw, "layer_types": kinds, "full_attention_interval": interval}, "config.json").delta
+        assert named is not None
+        assert named.layers == (False, *(True,) * 5)

@@ -21,6 +21,7 @@ MTP = MtpConfig(
     hidden_norm="pre_fc_norm_hidden",
     proj="fc",
     final_norm="norm",
+    # The state that the next step reads is taken after the final norm, like the target's that the first step reads.
     feeds_normed=True,
 )
 """The layer for multi-token prediction: full attention and the model's MLP."""
@@ -39,7 +40,8 @@ def with_linear_attention(config: ModelConfig, fields: ConfigFields) -> ModelCon
     Raises:
         ConfigError: a field is missing, not of its type, or does not fit the others.
     """
-    mtp = MTP if fields.get("mtp_num_hidden_layers", 0) != 0 else None
+    # The steps of a draft run one layer, so that several trained layers, one for each step, are left out.
+    mtp = MTP if fields.count("mtp_num_hidden_layers", 0) == 1 else None
     return replace(config, delta=_delta(fields), output_gate=True, norm_offset=1.0, mtp=mtp)
 
 
@@ -56,10 +58,10 @@ def _delta(fields: ConfigFields) -> DeltaConfig:
 
 def _layers(fields: ConfigFields) -> tuple[bool, ...]:
     """Whether each layer has linear attention."""
-    count, interval = fields.num_layers(), fields.positive("full_attention_interval")
+    count, interval = fields.num_layers(), 1 if fields.given("layer_types") else fields.positive("full_attention_interval")
     usual = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(count)]
-    kinds = fields.get("layer_types", None) or usual
-    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in KINDS for kind in kinds):
+    kinds = fields.get("layer_types", usual)
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in tuple(KINDS) for kind in kinds):
         raise fields.error(f"layer_types must name linear_attention or full_attention for each of {count} layers")
     if "full_attention" not in kinds:
         raise fields.error("layer_types names no full_attention; at least one layer must have it")

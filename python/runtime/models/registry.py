@@ -168,7 +168,7 @@ def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
     wanted = config.mtp is not None or config.moe is None  # reading the names of all experts may take a second
     names = tensor_places(Path(folder)).keys() if wanted else set[str]()
     if names and config.mtp is not None and not any(name.startswith(config.mtp.prefix) for name in names):
-        log.info("no layer for multi-token prediction, although config.json counts one: %s", folder)
+        log.info("no layer for multi-token prediction in the checkpoint: %s", folder)
         config = replace(config, mtp=None)
     if EMBEDDING in names and config.weight_prefix + EMBEDDING not in names:  # a model saved without its head, as embedding models are
         no_head = not config.tie_embeddings and HEAD not in names

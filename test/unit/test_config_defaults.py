@@ -44,6 +44,13 @@ LATENT: dict[str, Any] = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "rope_interleave": False,
 }  # fmt: skip
 DIRECT = {name: value for name, value in LATENT.items() if name != "rope_interleave"}
+DELTA: dict[str, Any] = {
+    **ATTENTION, "attention_bias": True, "tie_word_embeddings": True, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 16,
+    "layer_types": ["full_attention", *["linear_attention"] * 6, "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}  # fmt: skip
+SHARED_EXPERT: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 48}
 KINDS = ["full_attention", *["sliding_attention"] * 6, "full_attention"]
 QUARTER = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -66,6 +73,9 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2MoeForCausalLM": (
         "qwen2_moe", {**ATTENTION, **EXPERTS, **WINDOWS, "shared_expert_intermediate_size": 48, "qkv_bias": False},
     ),
+    "Qwen3NextForCausalLM": ("qwen3_next", {**DELTA, **SHARED_EXPERT, "norm_topk_prob": False}),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", DELTA),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", {**DELTA, **SHARED_EXPERT}),
     "MixtralForCausalLM": ("mixtral", {**ATTENTION, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5}),
     "MiniMaxM2ForCausalLM": (
         "minimax_m2",
@@ -288,7 +298,7 @@ def test_null_means_what_transformers_takes_it_for(architecture: str) -> None:
 
 
 def test_every_family_is_compared() -> None:
-    around_a_decoder = {f"{name}ForConditionalGeneration" for name in ("Gemma3", "Gemma4", "Mistral3")}
+    around_a_decoder = {f"{name}ForConditionalGeneration" for name in ("Gemma3", "Gemma4", "Mistral3", "Qwen3_5", "Qwen3_5Moe")}
     assert set(UNUSUAL) | around_a_decoder | {"ExaoneMoEForCausalLM"} == set(FAMILIES)
     assert FAMILIES["ExaoneMoEForCausalLM"] is FAMILIES["ExaoneMoeForCausalLM"], "the name in published files"
 
@@ -381,6 +391,9 @@ def test_layers_of_gemma_may_all_have_the_same_heads(tmp_path: Path) -> None:
 
 
 DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "qwen3.5": {"num_key_value_heads": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "rope_parameters": None},
+    "qwen3.5-moe": {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
+    "qwen3-next": {"num_experts_per_tok": 10, "num_experts": 512, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "qwen2-moe": {},
     "qwen3-moe": {},
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 8},

@@ -10,10 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime.errors import ConfigError
+from runtime.layers.sparse_mlp import SparseMlp
 from runtime.layers.torch_ops import TorchOps
+from runtime.models.config import DeltaConfig, ModelConfig, MoeConfig
+from runtime.models.delta_fields import MTP
 from runtime.models.registry import load_hf_config, parse_hf_config
-from unit import test_models
+from unit import predicting, test_models, test_mtp
+from unit.driver import Driver
+from unit.predicting import VOCAB
+from unit.ranks import Meeting, ThreadGroup, ranks
 from unit.test_models import COMMON, DECODE, DELTA, EXPERTS, EXTEND, SHARED_EXPERT, SPARSE, VERIFY, Checkpoint, Runner, loaded
+from unit.test_tensor_parallel import CHAIN, PROMPTS, builder, texts
+from unit.tiny import tiny_model
 
 QWEN = ["qwen3.5", "qwen3.5-moe", "qwen3-next"]
 RAW: dict[str, Any] = {**COMMON, **DELTA, "architectures": ["Qwen3_5ForCausalLM"]}
@@ -101,6 +109,68 @@ def test_the_layer_for_multi_token_prediction_is_found_by_its_tensors(tmp_path: 
 @pytest.mark.parametrize(("count", "held"), [(None, True), (0, False), (1, True), (2, False)])
 def test_only_a_single_layer_for_multi_token_prediction_is_used(count: int | None, held: bool) -> None:
     assert (parse_hf_config(RAW | {"mtp_num_hidden_layers": count}, "config.json").mtp is not None) == held
+
+
+# ---- whole workers
+
+
+def sparse_model(architecture: str, **changes: Any) -> ModelConfig:
+    """A model of three layers, two of them with linear attention, with a layer for multi-token prediction."""
+    delta = DeltaConfig((True, False, True), num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=8, conv_width=4)
+    layers = (architecture != "Qwen3NextForCausalLM", True, True)
+    moe = MoeConfig(
+        num_experts=8, top_k=2, intermediate_size=48, scoring="softmax", renormalize=True, layers=layers, shared_intermediate_size=40
+    )  # fmt: skip
+    values: dict[str, Any] = dict(
+        architecture=architecture, vocab_size=VOCAB, qk_norm=True, rotary_dim=8, delta=delta, output_gate=True, norm_offset=1.0, moe=moe,
+        mtp=MTP, unused_weights=(MTP.prefix,),
+    )  # fmt: skip
+    return tiny_model(**{**values, **changes})
+
+
+ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_text_with_drafts_equals_plain_text(tmp_path: Path, architecture: str, algorithm: str) -> None:
+    model = sparse_model(architecture)
+    expected = Driver(predicting.plain(model=model)).generate(PROMPTS, 20)
+    driver = Driver(predicting.speculating(tmp_path, algorithm, model=model, **CHAIN))
+    assert driver.generate(PROMPTS, 20, chunk=5) == expected
+    assert driver.mean_accept_len() > 1.0 if algorithm == "NGRAM" else 1.1 < driver.mean_accept_len() < 4
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_text_with_the_checkpoints_own_layer_equals_plain_text(architecture: str) -> None:
+    model = sparse_model(architecture)
+    expected = Driver(test_mtp.plain(model)).generate(PROMPTS, 16)
+    worker = test_mtp.drafting(model)
+    assert isinstance(worker.parts.drafter.model.layer.mlp, SparseMlp)
+    driver = Driver(worker)
+    assert driver.generate(PROMPTS, 16) == expected
+    assert driver.mean_accept_len() > 1.2
+
+
+@pytest.mark.parametrize(("architecture", "size", "ep_size"), [
+    ("Qwen3NextForCausalLM", 2, 1), ("Qwen3NextForCausalLM", 4, 2), ("Qwen3_5MoeForCausalLM", 2, 2), ("Qwen3_5MoeForCausalLM", 4, 1),
+])  # fmt: skip
+@pytest.mark.parametrize("draft", [None, ("NGRAM", CHAIN)], ids=["plain", "ngram"])
+def test_several_ranks_generate_the_text_of_one(tmp_path: Path, architecture: str, size: int, ep_size: int, draft: Any) -> None:
+    """Of four ranks two hold each KV head, but each has its own heads of linear attention."""
+    model = sparse_model(architecture)
+    expected, _ = texts(builder(tmp_path, draft, model)())
+    with ranks(size, builder(tmp_path, draft, model, ep_size=ep_size)) as worker:
+        linear, gated, _ = (layer.attention for layer in worker.parts.target.runner.model.layers)
+        assert (linear.heads.num_key_heads, gated.gate_proj.out_features) == (4 // size, 64 // size)
+        assert texts(worker)[0] == expected
+        assert not worker.parts.target.agreement.differs.item()
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path: Path) -> None:
+    model = sparse_model("Qwen3NextForCausalLM", num_q_heads=6, num_kv_heads=3)
+    with pytest.raises(ConfigError, match="--tp-size 3 cannot share the 4 key heads of the linear attention of Qwen3NextForCausalLM"):
+        builder(tmp_path, None, model)(group=ThreadGroup(0, 3, Meeting(3)))
 
 
 # ---- files that are refused

@@ -150,6 +150,14 @@ def test_a_row_starts_anew_for_its_next_request() -> None:
     torch.testing.assert_close(model.run([(4, 0, 30)]), model.expected(4), rtol=1e-4, atol=1e-5)
 
 
+def test_a_pass_over_padding_of_any_length_applies_no_more_than_a_window() -> None:
+    model = Model(30)
+    pool, ids = model.pool, torch.zeros(2, dtype=torch.int64)
+    for length in (1024, 3):
+        states = pool.begin(ids, torch.tensor([length, length], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32))
+        assert states.pending.tolist() == [WINDOW if length > 3 else 0] * 2
+
+
 def test_gated_norm() -> None:
     x, gate, weight = torch.randn(5, VALUE_HEADS * VALUE_DIM), torch.randn(5, VALUE_HEADS * VALUE_DIM), torch.randn(VALUE_DIM)
     heads = x.unflatten(1, (-1, VALUE_DIM))

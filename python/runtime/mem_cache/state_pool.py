@@ -112,7 +112,7 @@ class StatePool:
         """
         counts = qo_indptr.diff()
         starts = seq_lens - counts
-        pending = (starts - self.applied[rows]).clamp_(min=0)
+        pending = (starts - self.applied[rows]).clamp_(0, self._window)  # padding may begin anywhere
         fresh = starts == 0
         pending.masked_fill_(fresh, 0)
         self.applied[rows] = torch.where(counts > self._window, seq_lens, starts)

@@ -17,7 +17,7 @@ from runtime.mem_cache.state_pool import LayerStates, StatePass
 
 COLUMNS = 32
 """Columns of a matrix that one program holds."""
-PRECISION = tl.constexpr("tf32x3")
+PRECISION = "tf32x3"
 """Products of float32 numbers on the tensor cores with nearly their precision."""
 
 
@@ -40,7 +40,7 @@ def apply_chunks(
     chunks = triton.cdiv(width + longest, CHUNK)
     inverses, scores = torch.empty((2, requests, chunks, count, CHUNK, CHUNK), dtype=torch.float32, device=out.device)
     sizes = {
-        "KEY": heads.key_dim, "VALUE": heads.value_dim, "KEYS": triton.next_power_of_2(heads.key_dim), "CHUNK": CHUNK, "PDL": pdl,
+        "KEY": heads.key_dim, "VALUE": heads.value_dim, "KEYS": triton.next_power_of_2(heads.key_dim), "CHUNK": CHUNK, "PDL": pdl, "PRECISION": PRECISION,
         **launch_options(pdl),
     }  # fmt: skip
     indices = states.pending, qo_indptr
@@ -58,6 +58,7 @@ def apply_chunks(
 def _within_chunks(
     qkv, gates, pending, indptr, inverses, scores, chunks, width, key_heads, heads,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the inverse of the system of one chunk and head, and its decayed products of queries and keys."""
     pdl_sync(PDL)
@@ -95,6 +96,7 @@ def _within_chunks(
 def _across_chunks(
     qkv, gates, matrices, row_ids, fresh, pending, indptr, inverses, scores, out, chunks, width, key_heads, heads,
     COLUMNS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: some columns of the matrix of one head of one request, chunk after chunk."""
     pdl_sync(PDL)

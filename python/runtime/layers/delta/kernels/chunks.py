@@ -1,4 +1,8 @@
-"""The gated delta rule over long prompt chunks, 64 tokens at a time, as Triton kernels. `_apply_chunk` of the definition has the formulas."""
+"""The gated delta rule over long prompt chunks, 64 tokens at a time, as Triton kernels.
+
+`_apply_chunk` of the definition has the formulas. Products with float32 numbers run on the tensor cores as sums of products with their
+halves: the number rounded to 16 bits, and the rest rounded to 16 bits.
+"""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
@@ -17,8 +21,6 @@ from runtime.mem_cache.state_pool import LayerStates, StatePass
 
 COLUMNS = 32
 """Columns of a matrix that one program holds."""
-PRECISION = "tf32x3"
-"""Products of float32 numbers on the tensor cores with nearly their precision."""
 
 
 def apply_chunks(
@@ -40,25 +42,47 @@ def apply_chunks(
     chunks = triton.cdiv(width + longest, CHUNK)
     inverses, scores = torch.empty((2, requests, chunks, count, CHUNK, CHUNK), dtype=torch.float32, device=out.device)
     sizes = {
-        "KEY": heads.key_dim, "VALUE": heads.value_dim, "KEYS": triton.next_power_of_2(heads.key_dim), "CHUNK": CHUNK, "PDL": pdl, "PRECISION": PRECISION,
-        **launch_options(pdl),
+        "KEY": heads.key_dim, "VALUE": heads.value_dim, "KEYS": triton.next_power_of_2(heads.key_dim), "CHUNK": CHUNK, "PDL": pdl,
+        "num_warps": 4, **launch_options(pdl),
     }  # fmt: skip
     indices = states.pending, qo_indptr
-    _within_chunks[(requests, chunks, count)](
-        *tokens, *indices, inverses, scores, chunks, width, heads.num_key_heads, count, **sizes, num_warps=4
-    )
+    _within_chunks[(requests, chunks, count)](*tokens, *indices, inverses, scores, chunks, width, heads.num_key_heads, count, **sizes)
     columns = min(COLUMNS, max(triton.next_power_of_2(heads.value_dim), 16))
     _across_chunks[(requests, count, triton.cdiv(heads.value_dim, columns))](
         *tokens, own.matrices, states.rows, states.fresh, *indices, inverses, scores, out, chunks, width, heads.num_key_heads, count,
-        COLUMNS=columns, **sizes, num_warps=4,
+        COLUMNS=columns, **sizes, num_stages=2,
     )  # fmt: skip
 
 
 @triton.jit
+def _halves(x, dtype: tl.constexpr):
+    """float32 `x` as a sum of two numbers of `dtype`; float32 itself has no rest."""
+    high = x.to(dtype)
+    return high, (x - high.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _product(a, high, low):
+    """`a @ (high + low)` in float32, with operands of one dtype."""
+    if a.dtype == tl.float32:
+        return tl.dot(a, high, input_precision="tf32x3")
+    return tl.dot(a, low, tl.dot(a, high))
+
+
+@triton.jit
+def _wide_product(a, b, dtype: tl.constexpr):
+    """`a @ b` of float32 numbers, for a model of `dtype`."""
+    if dtype == tl.float32:
+        return tl.dot(a, b, input_precision="tf32x3")
+    a_high, a_low = _halves(a, dtype)
+    b_high, b_low = _halves(b, dtype)
+    return tl.dot(a_low, b_high, _product(a_high, b_high, b_low))
+
+
+@triton.jit
 def _within_chunks(
-    qkv, gates, pending, indptr, inverses, scores, chunks, width, key_heads, heads,
+    qkv, scales, gates, pending, indptr, inverses, scores, chunks, width, key_heads, heads,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the inverse of the system of one chunk and head, and its decayed products of queries and keys."""
     pdl_sync(PDL)
@@ -70,20 +94,23 @@ def _within_chunks(
         return
     first = start + request.to(tl.int64) * width + chunk * CHUNK
     i, entry = tl.arange(0, CHUNK), tl.arange(0, KEYS)
-    live, channels = i < left, 2 * key_heads * KEY + heads * VALUE
-    q_at = (first + i[:, None]) * channels + (head // (heads // key_heads)) * KEY + entry[None, :]
+    live, channels, key_head = i < left, 2 * key_heads * KEY + heads * VALUE, head // (heads // key_heads)
+    q_at = (first + i[:, None]) * channels + key_head * KEY + entry[None, :]
     inside = live[:, None] & (entry < KEY)[None, :]
     q, k = tl.load(qkv + q_at, mask=inside, other=0.0), tl.load(qkv + q_at + key_heads * KEY, mask=inside, other=0.0)
+    scale = scales + (first + i) * 2 * key_heads + key_head
+    q_scale, k_scale = tl.load(scale, mask=live, other=0.0), tl.load(scale + key_heads, mask=live, other=0.0)
     gate = gates + (first + i) * 2 * heads + head
     total = tl.cumsum(tl.load(gate, mask=live, other=0.0), 0)
     rate = tl.load(gate + heads, mask=live, other=0.0)
     lower = i[:, None] >= i[None, :]
-    ratio = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
+    ratio = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0) * k_scale[None, :]
     keys = tl.trans(k)
     at = ((request * chunks + chunk).to(tl.int64) * heads + head) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
-    tl.store(scores + at, tl.dot(q, keys, input_precision=PRECISION) * ratio)
+    tl.store(scores + at, tl.dot(q, keys, input_precision="tf32x3") * ratio * q_scale[:, None])
     # Row r of the inverse of I + A is the unit row minus the rows above it, times row r of A. Here A is transposed.
-    system = tl.where(i[:, None] < i[None, :], tl.trans(rate[:, None] * tl.dot(k, keys, input_precision=PRECISION) * ratio), 0.0)
+    system = tl.dot(k, keys, input_precision="tf32x3") * ratio * (rate * k_scale)[:, None]
+    system = tl.where(i[:, None] < i[None, :], tl.trans(system), 0.0)
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     for r in range(1, CHUNK):
         factors = tl.sum(tl.where(i[None, :] == r, system, 0.0), 1)
@@ -94,9 +121,8 @@ def _within_chunks(
 
 @triton.jit
 def _across_chunks(
-    qkv, gates, matrices, row_ids, fresh, pending, indptr, inverses, scores, out, chunks, width, key_heads, heads,
+    qkv, scales, gates, matrices, row_ids, fresh, pending, indptr, inverses, scores, out, chunks, width, key_heads, heads,
     COLUMNS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: some columns of the matrix of one head of one request, chunk after chunk."""
     pdl_sync(PDL)
@@ -113,29 +139,29 @@ def _across_chunks(
     both = of_key[:, None] & of_value[None, :]
     stored = (tl.load(row_ids + request) * heads + head) * KEY * VALUE + entry[:, None] * VALUE + column[None, :]
     matrix = tl.load(matrices + stored, mask=both & (tl.load(fresh + request) == 0), other=0.0)
-    channels = 2 * key_heads * KEY + heads * VALUE
-    q_first = (head // (heads // key_heads)) * KEY
+    channels, key_head, dtype = 2 * key_heads * KEY + heads * VALUE, head // (heads // key_heads), qkv.dtype.element_ty
     for chunk in range(tl.cdiv(tokens, CHUNK)):
         token = chunk * CHUNK + i
         live = token < tokens
-        row = (base + token) * channels
+        row = base + token
         inside = live[:, None] & of_key[None, :]
-        q = tl.load(qkv + row[:, None] + q_first + entry[None, :], mask=inside, other=0.0)
-        k = tl.load(qkv + row[:, None] + key_heads * KEY + q_first + entry[None, :], mask=inside, other=0.0)
-        v_at = row[:, None] + 2 * key_heads * KEY + head * VALUE + column[None, :]
-        v = tl.load(qkv + v_at, mask=live[:, None] & of_value[None, :], other=0.0)
-        gate = gates + (base + token) * 2 * heads + head
+        q_at = row[:, None] * channels + key_head * KEY + entry[None, :]
+        q, k = tl.load(qkv + q_at, mask=inside, other=0.0), tl.load(qkv + q_at + key_heads * KEY, mask=inside, other=0.0)
+        v_at = row[:, None] * channels + 2 * key_heads * KEY + head * VALUE + column[None, :]
+        v = tl.load(qkv + v_at, mask=live[:, None] & of_value[None, :], other=0.0).to(tl.float32)
+        scale, gate = scales + row * 2 * key_heads + key_head, gates + row * 2 * heads + head
+        q_scale, k_scale = tl.load(scale, mask=live, other=0.0), tl.load(scale + key_heads, mask=live, other=0.0)
         decay, rate = tl.load(gate, mask=live, other=0.0), tl.load(gate + heads, mask=live, other=0.0)
         total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
         at = ((request * chunks + chunk).to(tl.int64) * heads + head) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
-        so_far = tl.exp(total)[:, None]
-        wanted = rate[:, None] * (v - so_far * tl.dot(k, matrix, input_precision=PRECISION))
-        updates = tl.dot(tl.load(inverses + at), wanted, input_precision=PRECISION)
-        result = so_far * tl.dot(q, matrix, input_precision=PRECISION)
-        result += tl.dot(tl.load(scores + at), updates, input_precision=PRECISION)
+        high, low = _halves(matrix, dtype)
+        wanted = rate[:, None] * (v - (tl.exp(total) * k_scale)[:, None] * _product(k, high, low))
+        result = (tl.exp(total) * q_scale)[:, None] * _product(q, high, low)
+        updates = _wide_product(tl.load(inverses + at), wanted, dtype)
+        result += _wide_product(tl.load(scores + at), updates, dtype)
         out_at = (start + token - before)[:, None] * heads * VALUE + head * VALUE + column[None, :]
         is_new = live & (token >= before)
         tl.store(out + out_at, result.to(out.dtype.element_ty), mask=is_new[:, None] & of_value[None, :])
-        k = k * tl.exp(last - total)[:, None]
-        matrix = matrix * tl.exp(last) + tl.dot(tl.trans(k), updates, input_precision=PRECISION)
+        high, low = _halves(updates * (tl.exp(last - total) * k_scale)[:, None], dtype)
+        matrix = matrix * tl.exp(last) + _product(tl.trans(k), high, low)
     tl.store(matrices + stored, matrix, mask=both)

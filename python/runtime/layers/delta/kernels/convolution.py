@@ -28,11 +28,13 @@ class Convolved(NamedTuple):
     """The tokens of a pass and those that are pending, in T + B * W rows.
 
     Attributes:
-        qkv: float32 [T + B * W, C]: queries and keys of length 1, the queries divided by sqrt(key_dim), and values.
+        qkv: [T + B * W, C] in the model's dtype: queries, keys and values.
+        scales: float32 [T + B * W, 2 * G]: factors that give each query and key length 1, for queries divided by sqrt(key_dim).
         gates: float32 [T + B * W, 2, H]: the logarithm of the decay, and the rate.
     """
 
     qkv: torch.Tensor
+    scales: torch.Tensor
     gates: torch.Tensor
 
 
@@ -57,7 +59,8 @@ def convolve(
     requests, width, channels, dtype = len(states.rows), own.window_width, heads.channels, torch.float32
     count = len(rows) + requests * width
     out = Convolved(
-        torch.empty((count, channels), dtype=dtype, device=rows.device),
+        torch.empty((count, channels), dtype=rows.dtype, device=rows.device),
+        torch.empty((count, 2 * heads.num_key_heads), dtype=dtype, device=rows.device),
         torch.empty((count, 2, heads.num_value_heads), dtype=dtype, device=rows.device),
     )
     parts = 2 * heads.num_key_heads + heads.num_value_heads + 1
@@ -97,17 +100,17 @@ def _decay_and_rate(raw_gates, token, inside, head, heads, decay_log, decay_bias
 
 @triton.jit
 def _finish(sums, part, key_heads, axis: tl.constexpr, KEY: tl.constexpr, EPS: tl.constexpr, dtype: tl.constexpr):
-    """SiLU, rounded to the model's dtype; queries and keys are normed, queries also divided by sqrt(key_dim)."""
-    y = (sums / (1.0 + tl.exp(-sums))).to(dtype).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(y * y, axis, keep_dims=True) + EPS)
-    scale = tl.where(part < key_heads, scale * (1.0 / (KEY**0.5)), scale)
-    return tl.where(part < 2 * key_heads, y * scale, y)
+    """SiLU in the model's dtype, and the factor that gives a key length 1, or a query the length 1 / sqrt(key_dim)."""
+    y = (sums / (1.0 + tl.exp(-sums))).to(dtype)
+    wide = y.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis) + EPS)
+    return y, tl.where(part < key_heads, scale * (1.0 / (KEY**0.5)), scale)
 
 
 @triton.jit
 def _convolve_windows(
     rows, row_stride, raw_gates, weight, decay_log, decay_bias, tail, window, stored_gates, row_ids, pending, fresh, indptr, out,
-    out_gates, width, key_heads, heads, KEY: tl.constexpr, VALUE: tl.constexpr, CONV: tl.constexpr, EPS: tl.constexpr,
+    out_scales, out_gates, width, key_heads, heads, KEY: tl.constexpr, VALUE: tl.constexpr, CONV: tl.constexpr, EPS: tl.constexpr,
     PDL: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One program: one head's channels, or the gates, of a request of up to `width` tokens. It alone reads and writes their state."""
@@ -155,8 +158,9 @@ def _convolve_windows(
     w3 = tl.load(weight + channel * CONV + CONV - 1, mask=inside, other=0.0).to(tl.float32)
     for t in range(before):
         x = tl.load(window + (row * width + t) * channels + channel, mask=inside, other=0.0).to(tl.float32)
-        y = _finish(a * w0 + b * w1 + c * w2 + x * w3, part, key_heads, 0, KEY, EPS, rows.dtype.element_ty)
+        y, scale = _finish(a * w0 + b * w1 + c * w2 + x * w3, part, key_heads, 0, KEY, EPS, rows.dtype.element_ty)
         tl.store(out + (base + t) * channels + channel, y, mask=inside)
+        tl.store(out_scales + (base + t) * 2 * key_heads + part, scale, mask=part < 2 * key_heads)
         a, b, c = b, c, x
     if CONV > 3:
         tl.store(tail + (row * (CONV - 1) + CONV - 4) * channels + channel, a.to(tail.dtype.element_ty), mask=inside)
@@ -166,8 +170,9 @@ def _convolve_windows(
     for t in range(count):
         value = tl.load(rows + (start + t) * row_stride + channel, mask=inside, other=0.0)
         x = value.to(tl.float32)
-        y = _finish(a * w0 + b * w1 + c * w2 + x * w3, part, key_heads, 0, KEY, EPS, rows.dtype.element_ty)
+        y, scale = _finish(a * w0 + b * w1 + c * w2 + x * w3, part, key_heads, 0, KEY, EPS, rows.dtype.element_ty)
         tl.store(out + (base + before + t) * channels + channel, y, mask=inside)
+        tl.store(out_scales + (base + before + t) * 2 * key_heads + part, scale, mask=part < 2 * key_heads)
         tl.store(window + (row * width + t) * channels + channel, value, mask=inside)
         a, b, c = b, c, x
 
@@ -186,7 +191,7 @@ def _input(
 @triton.jit
 def _convolve_chunks(
     rows, row_stride, raw_gates, weight, decay_log, decay_bias, tail, window, stored_gates, row_ids, pending, fresh, indptr, out,
-    out_gates, width, key_heads, heads, KEY: tl.constexpr, VALUE: tl.constexpr, CONV: tl.constexpr, EPS: tl.constexpr,
+    out_scales, out_gates, width, key_heads, heads, KEY: tl.constexpr, VALUE: tl.constexpr, CONV: tl.constexpr, EPS: tl.constexpr,
     PDL: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: one head's channels, or the gates, of some tokens of a request of more than `width` tokens."""
@@ -221,14 +226,15 @@ def _convolve_chunks(
             token - (CONV - 1 - i), before, start, row, channel, inside, known, rows, row_stride, tail, window, width, channels, CONV
         )
         sums += x * tl.load(weight + channel * CONV + i, mask=inside, other=0.0).to(tl.float32)
-    y = _finish(sums, part, key_heads, 1, KEY, EPS, rows.dtype.element_ty)
+    y, scale = _finish(sums, part, key_heads, 1, KEY, EPS, rows.dtype.element_ty)
     tl.store(out + (base + token) * channels + channel, y, mask=inside)
+    tl.store(out_scales + (base + token) * 2 * key_heads + part, scale[:, None], mask=live & (part < 2 * key_heads))
 
 
 @triton.jit
 def _store_tails(
     rows, row_stride, raw_gates, weight, decay_log, decay_bias, tail, window, stored_gates, row_ids, pending, fresh, indptr, out,
-    out_gates, width, key_heads, heads, KEY: tl.constexpr, VALUE: tl.constexpr, CONV: tl.constexpr, EPS: tl.constexpr,
+    out_scales, out_gates, width, key_heads, heads, KEY: tl.constexpr, VALUE: tl.constexpr, CONV: tl.constexpr, EPS: tl.constexpr,
     PDL: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One program: the last inputs of one head's channels, of a request of more than `width` tokens."""

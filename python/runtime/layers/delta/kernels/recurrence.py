@@ -14,26 +14,28 @@ from runtime.layers.delta.kernels.convolution import Convolved
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.mem_cache.state_pool import LayerStates, StatePass
 
-COLUMNS = 16
-"""Columns of a matrix that one program, a warp, holds in registers: each of its lanes has key_dim / 2 entries."""
+FEW_PROGRAMS = 4096
+"""Up to so many programs of one warp they start together, and matrices with few columns each are read fastest; beyond, wider ones."""
 
 
 def advance(
     tokens: Convolved, heads: DeltaHeads, own: LayerStates, states: StatePass, qo_indptr: torch.Tensor, out: torch.Tensor, pdl: bool
 ) -> None:
     """Apply the pending tokens of requests with at most W tokens, and write the outputs of their tokens to `out` [T, H * value_dim]."""
-    columns = min(COLUMNS, triton.next_power_of_2(heads.value_dim))
+    matrices, most = len(states.rows) * heads.num_value_heads, triton.next_power_of_2(heads.value_dim)
+    few = matrices * triton.cdiv(heads.value_dim, 16) <= FEW_PROGRAMS
+    columns = min(16 if few else 64, most)
     grid = len(states.rows), heads.num_value_heads, triton.cdiv(heads.value_dim, columns)
     _advance[grid](
         *tokens, own.matrices, states.rows, states.pending, states.fresh, qo_indptr, out, own.window_width, heads.num_key_heads,
         heads.num_value_heads, KEY=heads.key_dim, VALUE=heads.value_dim, KEYS=triton.next_power_of_2(heads.key_dim), COLUMNS=columns,
-        PDL=pdl, num_warps=1, **launch_options(pdl),
+        PDL=pdl, num_warps=1 if few else 2, **launch_options(pdl),
     )  # fmt: skip
 
 
 @triton.jit
 def _advance(
-    qkv, gates, matrices, row_ids, pending, fresh, indptr, out, width, key_heads, heads,
+    qkv, scales, gates, matrices, row_ids, pending, fresh, indptr, out, width, key_heads, heads,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some columns of the matrix of one head of one request."""
@@ -52,12 +54,14 @@ def _advance(
     at = (tl.load(row_ids + request) * heads + head) * KEY * VALUE + entry[:, None] * VALUE + column[None, :]
     matrix = tl.load(matrices + at, mask=both & (is_fresh == 0), other=0.0)
     channels = 2 * key_heads * KEY + heads * VALUE
-    q_at = (head // (heads // key_heads)) * KEY + entry
+    key_head = head // (heads // key_heads)
+    q_at = key_head * KEY + entry
     k_at, v_at = key_heads * KEY + q_at, 2 * key_heads * KEY + head * VALUE + column
     for t in range(before):
         token = base + t
-        k = tl.load(qkv + token * channels + k_at, mask=of_key, other=0.0)[:, None]
-        v = tl.load(qkv + token * channels + v_at, mask=of_value, other=0.0)
+        k = tl.load(qkv + token * channels + k_at, mask=of_key, other=0.0).to(tl.float32)[:, None]
+        k *= tl.load(scales + token * 2 * key_heads + key_heads + key_head)
+        v = tl.load(qkv + token * channels + v_at, mask=of_value, other=0.0).to(tl.float32)
         matrix *= tl.exp(tl.load(gates + token * 2 * heads + head))
         update = (v - tl.sum(matrix * k, 0)) * tl.load(gates + token * 2 * heads + heads + head)
         matrix += k * update[None, :]
@@ -65,9 +69,11 @@ def _advance(
         tl.store(matrices + at, matrix, mask=both)
     for t in range(count):
         token = base + before + t
-        k = tl.load(qkv + token * channels + k_at, mask=of_key, other=0.0)[:, None]
-        q = tl.load(qkv + token * channels + q_at, mask=of_key, other=0.0)[:, None]
-        v = tl.load(qkv + token * channels + v_at, mask=of_value, other=0.0)
+        k = tl.load(qkv + token * channels + k_at, mask=of_key, other=0.0).to(tl.float32)[:, None]
+        k *= tl.load(scales + token * 2 * key_heads + key_heads + key_head)
+        q = tl.load(qkv + token * channels + q_at, mask=of_key, other=0.0).to(tl.float32)[:, None]
+        q *= tl.load(scales + token * 2 * key_heads + key_head)
+        v = tl.load(qkv + token * channels + v_at, mask=of_value, other=0.0).to(tl.float32)
         matrix *= tl.exp(tl.load(gates + token * 2 * heads + head))
         update = (v - tl.sum(matrix * k, 0)) * tl.load(gates + token * 2 * heads + heads + head)
         matrix += k * update[None, :]

@@ -249,7 +249,9 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
     bytes_per_slot, reach = sum(model.runner.bytes_per_slot for model in models), parts.drafter.spec.shape.tokens_per_step
-    plan = plan_kv(context, activations, reservations, bytes_per_slot, reach, parts.target.runner)
+    target = parts.target.runner
+    experts = sum(mlp.experts.num_bytes for mlp in target.model.sparse_mlps)
+    plan = plan_kv(context, activations, reservations, bytes_per_slot, reach, experts, target.state_bytes)
     for model in models:
         model.runner.resize(plan.num_pages)
         for runner in model.graphs:
@@ -316,7 +318,13 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
 
 
 def plan_kv(
-    context: WorkerContext, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int, target: ModelRunner
+    context: WorkerContext,
+    activations: int,
+    reservations: dict[str, int],
+    bytes_per_slot: int,
+    tokens_per_step: int,
+    experts: int,
+    states: int = 0,
 ) -> MemoryPlan:
     """Give KV the remaining memory."""
     cache, length = context.config.cache, context.config.model.context_length
@@ -326,14 +334,13 @@ def plan_kv(
         free, total = torch.cuda.mem_get_info()
     else:
         memory = host_memory()
-        # Other processes of the cgroup grow too, and a cgroup that runs out of memory is killed.
-        free, total = memory.available - CPU.group_headroom * (memory.cgroup is not None), memory.total
+        # Other processes of the cgroup grow too, and a cgroup that runs out of memory is killed. States take no memory before they are used.
+        free, total = memory.available - CPU.group_headroom * (memory.cgroup is not None) - states, memory.total
         if wanted is None and cache.mem_fraction_static is None:
             most = min(int(free * CPU.kv_share), CPU.kv_bytes) // context.config.parallel.ranks_per_node // bytes_per_slot
             # A step may write beyond the end of the context, so one request needs more slots than its context.
             wanted = min(most, max(context.running * length, least + cache.page_size))
-    experts = sum(mlp.experts.num_bytes for mlp in target.model.sparse_mlps)
-    budget = Budget(total, free, activations, reservations, bytes_per_slot, experts, target.state_bytes)
+    budget = Budget(total, free, activations, reservations, bytes_per_slot, experts, states)
     plan = plan_memory(budget, cache.page_size, wanted, cache.mem_fraction_static, least)
     plan = plan.with_pages(min(context.group.gather(plan.num_pages)), bytes_per_slot * cache.page_size)
     log.info("KV cache: %d tokens in pages of %d", plan.num_pages * cache.page_size, cache.page_size)

@@ -139,7 +139,7 @@ def _across_chunks(
     both = of_key[:, None] & of_value[None, :]
     stored = (tl.load(row_ids + request) * heads + head) * KEY * VALUE + entry[:, None] * VALUE + column[None, :]
     matrix = tl.load(matrices + stored, mask=both & (tl.load(fresh + request) == 0), other=0.0)
-    channels, key_head, dtype = 2 * key_heads * KEY + heads * VALUE, head // (heads // key_heads), qkv.dtype.element_ty
+    channels, key_head = 2 * key_heads * KEY + heads * VALUE, head // (heads // key_heads)
     for chunk in range(tl.cdiv(tokens, CHUNK)):
         token = chunk * CHUNK + i
         live = token < tokens
@@ -154,14 +154,14 @@ def _across_chunks(
         decay, rate = tl.load(gate, mask=live, other=0.0), tl.load(gate + heads, mask=live, other=0.0)
         total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
         at = ((request * chunks + chunk).to(tl.int64) * heads + head) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
-        high, low = _halves(matrix, dtype)
+        high, low = _halves(matrix, qkv.dtype.element_ty)
         wanted = rate[:, None] * (v - (tl.exp(total) * k_scale)[:, None] * _product(k, high, low))
         result = (tl.exp(total) * q_scale)[:, None] * _product(q, high, low)
-        updates = _wide_product(tl.load(inverses + at), wanted, dtype)
-        result += _wide_product(tl.load(scores + at), updates, dtype)
+        updates = _wide_product(tl.load(inverses + at), wanted, qkv.dtype.element_ty)
+        result += _wide_product(tl.load(scores + at), updates, qkv.dtype.element_ty)
         out_at = (start + token - before)[:, None] * heads * VALUE + head * VALUE + column[None, :]
         is_new = live & (token >= before)
         tl.store(out + out_at, result.to(out.dtype.element_ty), mask=is_new[:, None] & of_value[None, :])
-        high, low = _halves(updates * (tl.exp(last - total) * k_scale)[:, None], dtype)
+        high, low = _halves(updates * (tl.exp(last - total) * k_scale)[:, None], qkv.dtype.element_ty)
         matrix = matrix * tl.exp(last) + _product(tl.trans(k), high, low)
     tl.store(matrices + stored, matrix, mask=both)

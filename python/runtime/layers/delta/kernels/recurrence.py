@@ -15,7 +15,7 @@ from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.mem_cache.state_pool import LayerStates, StatePass
 
 FEW_PROGRAMS = 4096
-"""Up to so many programs of one warp they start together, and matrices with few columns each are read fastest; beyond, wider ones."""
+"""Up to this many programs of one warp run at once, so that narrow parts of matrices are fastest; with more, wider parts are."""
 
 
 def advance(

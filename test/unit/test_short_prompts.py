@@ -34,6 +34,7 @@ from runtime.model_executor.short_prompts import (
     shared_spec,
 )
 from runtime.model_executor.target_model import TargetModel
+from runtime.models.config import DeltaConfig
 from unit.driver import Driver
 from unit.tiny import tiny_model, tiny_runtime
 
@@ -59,7 +60,9 @@ def target(worker: Any) -> TargetModel:
     return worker.parts.target
 
 
-def short_prompts(target: TargetModel, layers: tuple[int, ...] = (), free: int = PLENTY, shared: bool = False) -> ShortPrompts:
+def short_prompts(
+    target: TargetModel, layers: tuple[int, ...] = (), free: int = PLENTY, shared: bool = False, alone: bool = True
+) -> ShortPrompts:
     runner = target.runner
     hidden = runner.config.hidden_size
     spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
@@ -70,7 +73,7 @@ def short_prompts(target: TargetModel, layers: tuple[int, ...] = (), free: int =
         return GraphRunner(spec, prompt_forward(runner.model, layers), inputs, [runner.backend], options)
 
     prompts = ShortPrompts(
-        graphs(spec, SIZES),
+        graphs(spec, SIZES) if alone else None,
         target.page_table,
         PromptCost(free, READ_TOKENS),
         graphs(shared_spec(spec), SHARED_SIZES) if shared else None,
@@ -480,3 +483,31 @@ def test_prompts_with_graphs_of_their_own_take_nobody_along(target: TargetModel,
     assert "--enable-mixed-chunk has no effect: prompt steps of at most 16 tokens are captured as CUDA graphs" in caplog.text
     target.short_prompts.runner.keep([])
     assert limits(target, mixed_chunk=True).piggyback_min_tokens == 1, "no graph fitted into memory"
+
+
+@pytest.mark.parametrize("spans", [{1: (0, 5)}, {2: (0, 13), 1: (0, 1), 4: (0, 2)}, {3: (9, 17), 5: (0, 6)}])
+@torch.inference_mode()
+def test_padding_changes_no_recurrent_state(spans: Spans) -> None:
+    """Single prompts too run in a graph for several, in which padding is a request of its own."""
+    delta = DeltaConfig((True, False, True), num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, conv_width=4)
+    model = tiny_model(architecture="Qwen3_5ForCausalLM", delta=delta, output_gate=True)
+    targets = [build_worker(tiny_runtime(), model, options=BuildOptions("none")).parts.target for _ in range(2)]
+    prompts = short_prompts(targets[0], LAYERS, shared=True, alone=False)
+    for target in targets:
+        for row, (start, _) in spans.items():
+            if start:
+                target.runner.extend(chunks(target, {row: (0, start)}))
+    want, want_aux = targets[1].runner.extend(chunks(targets[1], spans), LAYERS)
+    found = prompts.run(chunks(targets[0], spans))
+    assert found is not None
+    torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1], want_aux, rtol=1e-4, atol=1e-5)
+    states, expected = (target.runner.states for target in targets)
+    assert states is not None
+    assert expected is not None
+    rows = list(spans)
+    assert torch.equal(states.applied[rows], expected.applied[rows])
+    for own, other in zip(states.layers, expected.layers, strict=True):
+        torch.testing.assert_close(own.matrices[rows], other.matrices[rows], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(own.tail[rows], other.tail[rows], rtol=1e-4, atol=1e-5)
+    assert prompts.run(chunks(targets[0], dict.fromkeys(range(1, SLOTS + 1), (0, 1)))) is None, "too many prompts run eagerly"

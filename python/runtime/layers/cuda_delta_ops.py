@@ -24,10 +24,10 @@ class CudaDeltaOps:
     ) -> torch.Tensor:
         """The outputs of linear attention, [T, H * value_dim]: windows token by token, longer prompt chunks 64 tokens at a time."""
         own, indptr = states.layers[layer], batch.qo_indptr
-        longest = batch.tokens_per_req if batch.extend_lens is None else int(batch.extend_lens.max())
+        longest = batch.max_queries or (batch.tokens_per_req if batch.extend_lens is None else int(batch.extend_lens.max()))
         tokens = convolve(rows, gates, heads, own, states, indptr, longest, self.pdl)
         out = torch.empty((len(rows), heads.num_value_heads * heads.value_dim), dtype=rows.dtype, device=rows.device)
-        if batch.extend_lens is None or batch.extend_lens.min() <= own.window_width:
+        if batch.max_queries or batch.extend_lens is None or batch.extend_lens.min() <= own.window_width:
             advance(tokens, heads, own, states, indptr, out, self.pdl)
         if longest > own.window_width:
             apply_chunks(tokens, heads, own, states, indptr, out, longest, self.pdl)

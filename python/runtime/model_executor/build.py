@@ -153,8 +153,8 @@ def make_runner(context: WorkerContext, model: DecoderModel) -> ModelRunner:
     """The target's runner; on a GPU with graphs for short prompts."""
     attention, sizes = context.config.device.attention_backend, list[int]()
     # Attention groups run all prompts of a step in one pass, so that all groups exchange tokens equally often. A captured pass cannot widen
-    # the 8-bit keys of a whole prompt. Padding after a chunk would change its recurrent state.
-    wanted = context.replay != "none" and context.exchange is None and context.kv_dtype is None and not model.state_specs
+    # the 8-bit keys of a whole prompt.
+    wanted = context.replay != "none" and context.exchange is None and context.kv_dtype is None
     if context.device.type == "cuda" and wanted and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
     return ModelRunner(model, attention, context.dtype, context.device, sizes, context.group, tuning=context.config.device.tuning)
@@ -313,7 +313,8 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
 
     several = shared_sizes(sizes) if runner.backend.caps.ragged_windows else []
     shared = make(shared_spec(spec), several) if several else None
-    target.short_prompts = ShortPrompts(make(spec, sizes), target.page_table, prompt_cost(context, runner.model), shared)
+    alone = make(spec, sizes) if runner.states is None else None
+    target.short_prompts = ShortPrompts(alone, target.page_table, prompt_cost(context, runner.model), shared)
     return target.short_prompts.runners
 
 
@@ -334,7 +335,7 @@ def plan_kv(
         free, total = torch.cuda.mem_get_info()
     else:
         memory = host_memory()
-        # Other processes of the cgroup grow too, and a cgroup that runs out of memory is killed. States take no memory before they are used.
+        # Other processes of the cgroup grow too, and a cgroup that runs out of memory is killed. States take memory when they are used.
         free, total = memory.available - CPU.group_headroom * (memory.cgroup is not None) - states, memory.total
         if wanted is None and cache.mem_fraction_static is None:
             most = min(int(free * CPU.kv_share), CPU.kv_bytes) // context.config.parallel.ranks_per_node // bytes_per_slot

@@ -110,23 +110,25 @@ class ShortPrompts:
     """Runs the chunks of a batch through the next larger graph, together or one after another.
 
     Attributes:
-        runner: the graphs over one prompt. Padding follows the chunk: it writes to slot 0, and no token of the chunk attends to it.
+        runner: the graphs over one prompt. Padding follows the chunk: it writes to slot 0, and no token of the chunk attends to it. None
+            for a model with recurrent states, which padding would change; then `shared` runs single prompts too.
         shared: the graphs over several prompts; None if attention cannot capture ragged passes.
     """
 
-    def __init__(self, runner: GraphRunner, page_table: PageTable, cost: PromptCost, shared: GraphRunner | None = None) -> None:
+    def __init__(self, runner: GraphRunner | None, page_table: PageTable, cost: PromptCost, shared: GraphRunner | None = None) -> None:
         self.runner, self.shared, self._cost = runner, shared, cost
         self._positions = page_table.max_pages * page_table.page_size
 
     @property
     def runners(self) -> list[GraphRunner]:
         """All graph runners."""
-        return [self.runner] if self.shared is None else [self.runner, self.shared]
+        return [runner for runner in (self.runner, self.shared) if runner is not None]
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest graph over one prompt; 0 if none could be captured."""
-        return max(self.runner.sizes, default=0)
+        """Tokens of the largest graph that runs one prompt; 0 if none could be captured."""
+        runner = self.runner or self.shared
+        return 0 if runner is None else max(runner.sizes, default=0)
 
     def run(self, batch: ForwardBatch) -> States | None:
         """Outside the graph. Fill, plan and replay a ragged EXTEND batch.
@@ -138,17 +140,19 @@ class ShortPrompts:
         """
         assert batch.extend_lens is not None
         lens = batch.extend_lens.tolist()
-        if self.shared is not None and 1 < len(lens) < SLOTS:
+        if self.shared is not None and (self.runner is None or len(lens) > 1) and len(lens) < SLOTS:
             size = self.shared.size_for(batch.num_tokens)
             if self.shared.has_graph(size):
                 return self._replay_together(self.shared, batch, lens, size)
+        if self.runner is None:
+            return None
         sizes = [self.runner.size_for(length) for length in lens]
         captured = set(sizes) <= set(self.runner.sizes)
         if not (captured and self._cost.replays_win(sizes) and self._within_table(batch, lens, sizes)):
             return None
         if len(lens) == 1:
-            return self._replay(batch, 0, 0, lens[0], sizes[0])
-        return self._replay_all(batch, lens, sizes)
+            return self._replay(self.runner, batch, 0, 0, lens[0], sizes[0])
+        return self._replay_all(self.runner, batch, lens, sizes)
 
     def _replay_together(self, runner: GraphRunner, batch: ForwardBatch, lens: list[int], size: int) -> States:
         """Run all requests at `size` tokens; views of the runner's outputs.
@@ -174,26 +178,26 @@ class ShortPrompts:
         ends = zip(batch.seq_len_bounds.tolist(), lens, sizes, strict=True)
         return all(seq_len - length + size <= self._positions for seq_len, length, size in ends)
 
-    def _replay_all(self, batch: ForwardBatch, lens: list[int], sizes: list[int]) -> States:
+    def _replay_all(self, runner: GraphRunner, batch: ForwardBatch, lens: list[int], sizes: list[int]) -> States:
         """Results of all requests, concatenated; copied, since each replay overwrites the previous result."""
         whole: list[torch.Tensor] = []
         start = 0
         for i, (length, size) in enumerate(zip(lens, sizes, strict=True)):
-            parts = [part for part in self._replay(batch, i, start, length, size) if part is not None]
+            parts = [part for part in self._replay(runner, batch, i, start, length, size) if part is not None]
             whole = whole or [part.new_empty((batch.num_tokens, part.shape[1])) for part in parts]
             for kept, part in zip(whole, parts, strict=True):
                 kept[start : start + length].copy_(part)
             start += length
         return States(whole[0], whole[1] if len(whole) > 1 else None)
 
-    def _replay(self, batch: ForwardBatch, i: int, start: int, length: int, size: int) -> States:
+    def _replay(self, runner: GraphRunner, batch: ForwardBatch, i: int, start: int, length: int, size: int) -> States:
         """Run request `i`, whose `length` tokens begin at `start`, at `size`; views of the runner's outputs."""
-        padded = self.runner.batch(size)
+        padded = runner.batch(size)
         _copy_tokens(batch, padded, slice(start, start + length))
         padded.set_rows(batch.req_pool_indices[i : i + 1])
         torch.add(batch.seq_lens[i : i + 1], size - length, out=padded.seq_lens)
         padded.seq_len_bounds[:] = batch.seq_len_bounds[i] + size - length
-        outputs, _ = self.runner.run(padded)
+        outputs, _ = runner.run(padded)
         return _states(outputs, length)
 
 

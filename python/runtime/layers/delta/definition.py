@@ -60,6 +60,8 @@ def delta_rule(
     assert batch.extend_lens is not None, "prompts have lengths on the host"
     outputs, start = list[torch.Tensor](), 0
     for i, count in enumerate(batch.extend_lens.tolist()):
+        if not count:  # an unused place of a pass of several prompts
+            continue
         tokens = slice(start, start + count)
         run = _windows if count <= own.window_width else _prompt
         outputs.append(run(rows[None, tokens], both[None, tokens], heads, own, states, slice(i, i + 1))[0])

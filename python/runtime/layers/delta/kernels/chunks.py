@@ -43,7 +43,7 @@ def apply_chunks(
     inverses, scores = torch.empty((2, requests, chunks, count, CHUNK, CHUNK), dtype=torch.float32, device=out.device)
     sizes = {
         "KEY": heads.key_dim, "VALUE": heads.value_dim, "KEYS": triton.next_power_of_2(heads.key_dim), "CHUNK": CHUNK, "PDL": pdl,
-        "num_warps": 4, **launch_options(pdl),
+        **launch_options(pdl),
     }  # fmt: skip
     indices = states.pending, qo_indptr
     _within_chunks[(requests, chunks, count)](*tokens, *indices, inverses, scores, chunks, width, heads.num_key_heads, count, **sizes)

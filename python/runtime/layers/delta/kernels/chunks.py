@@ -19,8 +19,10 @@ from runtime.layers.delta.kernels.convolution import Convolved
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.mem_cache.state_pool import LayerStates, StatePass
 
-COLUMNS = 32
-"""Columns of a matrix that one program holds."""
+COLUMNS = 16
+"""Columns of a matrix that one program holds: the fewest of a product on the tensor cores."""
+WARPS = 2
+"""Warps of a program: with four, Triton uses WGMMA, and a variant of these kernels gave wrong results."""
 
 
 def apply_chunks(
@@ -43,14 +45,13 @@ def apply_chunks(
     inverses, scores = torch.empty((2, requests, chunks, count, CHUNK, CHUNK), dtype=torch.float32, device=out.device)
     sizes = {
         "KEY": heads.key_dim, "VALUE": heads.value_dim, "KEYS": triton.next_power_of_2(heads.key_dim), "CHUNK": CHUNK, "PDL": pdl,
-        **launch_options(pdl),
+        "num_warps": WARPS, "num_stages": 1, **launch_options(pdl),
     }  # fmt: skip
     indices = states.pending, qo_indptr
     _within_chunks[(requests, chunks, count)](*tokens, *indices, inverses, scores, chunks, width, heads.num_key_heads, count, **sizes)
-    columns = min(COLUMNS, max(triton.next_power_of_2(heads.value_dim), 16))
-    _across_chunks[(requests, count, triton.cdiv(heads.value_dim, columns))](
+    _across_chunks[(requests, count, triton.cdiv(heads.value_dim, COLUMNS))](
         *tokens, own.matrices, states.rows, states.fresh, *indices, inverses, scores, out, chunks, width, heads.num_key_heads, count,
-        COLUMNS=columns, **sizes, num_stages=2,
+        COLUMNS=COLUMNS, **sizes,
     )  # fmt: skip
 
 

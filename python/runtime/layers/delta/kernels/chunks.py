@@ -80,7 +80,7 @@ def _wide_product(a, b, dtype: tl.constexpr):
     return tl.dot(a_low, b_high, _product(a_high, b_high, b_low))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _within_chunks(
     qkv, scales, gates, pending, indptr, inverses, scores, chunks, width, key_heads, heads,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -120,7 +120,7 @@ def _within_chunks(
     tl.store(inverses + at, inverse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _across_chunks(
     qkv, scales, gates, matrices, row_ids, fresh, pending, indptr, inverses, scores, out, chunks, width, key_heads, heads,
     COLUMNS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.config.flag_parser import parse
+from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError
 from runtime.layers.sparse_mlp import SparseMlp
 from runtime.layers.torch_ops import TorchOps
@@ -19,6 +22,7 @@ from unit import predicting, test_models, test_mtp
 from unit.driver import Driver
 from unit.predicting import VOCAB
 from unit.ranks import Meeting, ThreadGroup, ranks
+from unit.small_tokenizer import write_small_tokenizer
 from unit.test_models import COMMON, DECODE, DELTA, EXPERTS, EXTEND, SHARED_EXPERT, SPARSE, VERIFY, Checkpoint, Runner, loaded
 from unit.test_tensor_parallel import CHAIN, PROMPTS, builder, texts
 from unit.tiny import tiny_model
@@ -214,3 +218,43 @@ def test_layer_types_win_over_the_interval() -> None:
         named = parse_hf_config({**raw, "layer_types": kinds, "full_attention_interval": interval}, "config.json").delta
         assert named is not None
         assert named.layers == (False, *(True,) * 5)
+
+
+# ---- the start of a server
+
+
+def flags_for(folder: Path, raw: dict[str, Any], *more: str) -> list[str]:
+    """Flags that serve a model of config.json `raw` on a CPU."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**raw, "vocab_size": 800}))
+    write_small_tokenizer(folder)
+    return ["--model-path", str(folder), "--load-format", "dummy", "--device", "cpu", *more]
+
+
+def test_a_server_has_no_prefix_cache(tmp_path: Path) -> None:
+    config, _ = prepare(parse(flags_for(tmp_path, RAW)).args)
+    assert not config.cache.radix_cache
+
+
+@pytest.mark.parametrize(
+    ("raw", "more", "message"),
+    [
+        (RAW, ["--speculative-algorithm", "MTP", "--speculative-eagle-topk", "2"], "topk must be 1: the model has recurrent states"),
+        (SPARSE_RAW, ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "Qwen3NextForCausalLM has linear attention"),
+        (RAW, ["--tp-size", "4"], "cannot share the 2 key heads of the linear attention of Qwen3_5ForCausalLM. Use a divisor"),
+    ],
+)
+def test_what_recurrent_states_cannot_do_is_refused_before_loading(
+    tmp_path: Path, raw: dict[str, Any], more: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare(parse(flags_for(tmp_path, raw, *more)).args)
+    assert message in str(caught.value)
+
+
+def test_a_draft_with_linear_attention_is_refused_before_loading(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    flags_for(draft, RAW)
+    more = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft)]
+    with pytest.raises(ConfigError, match=r"The draft .*draft: Qwen3_5ForCausalLM has linear attention, which drafts cannot have"):
+        prepare(parse(flags_for(tmp_path / "target", RAW, *more)).args)

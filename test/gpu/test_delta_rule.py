@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -15,6 +16,7 @@ from runtime.batch import ForwardMode
 from runtime.layers.cuda_delta_ops import CudaDeltaOps
 from runtime.layers.delta import definition
 from runtime.layers.delta.heads import DeltaHeads
+from runtime.layers.delta.kernels import recurrence
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.pdl import starts_early
 from runtime.layers.norm import RMSNorm
@@ -33,6 +35,7 @@ SHAPES = {
     "small": (2, 6, 16, 8, 3, 5),
     "one window": (1, 2, 32, 64, 2, 1),
     "wide": (2, 4, 64, 256, 4, 8),
+    "large": (1, 2, 256, 256, 4, 4),
 }
 """Key heads, value heads, key_dim, value_dim, width of the convolution and of windows."""
 if INTERPRETED:
@@ -165,6 +168,55 @@ def test_many_requests_and_padding(requests: int) -> None:
     rows = [row if row % 3 else 0 for row in range(1, requests + 1)]
     layer.run([(row, 0, 2) for row in rows])
     layer.run([(row, 1 if row else 0, 3) for row in rows])
+
+
+@pytest.mark.parametrize("few_programs", [0, recurrence.FEW_PROGRAMS])
+@pytest.mark.parametrize("shape", ["qwen3.5", "wide", "large"])
+def test_every_count_of_pending_tokens(shape: str, few_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both widths of the recurrence's programs, with requests beside each other that differ in what is pending; one is new."""
+    monkeypatch.setattr(recurrence, "FEW_PROGRAMS", few_programs)
+    width = SHAPES[shape][-1]
+    layer = Layer(shape, torch.float32, 3 * width + 9, rows=width + 2)
+    rows, new = range(1, width + 2), width + 2
+    layer.run([(row, 0, width + row) for row in rows])
+    layer.run([(row, width + row, width) for row in rows])
+    layer.run([*((row, width + row + row - 1, 2 if width > 1 else 1) for row in rows), (new, 0, 2 if width > 1 else 1)])
+
+
+def test_slow_decays_stay_accurate() -> None:
+    """Of decays close to 1 the logarithm matters relative to its size: it adds up over many tokens."""
+    layer = Layer("small", torch.float32, 40)
+    values = layer.heads.num_value_heads
+    layer.heads.decay_bias.zero_()
+    layer.gates[:, :, values:] = torch.linspace(-20.0, -4.0, values, device=DEVICE)
+    requests = [(1, 0, layer.window)]
+    layer.run(requests)
+    expected, own = (pool.layers[0].gates[1, :, 0] for pool in layer.pools)
+    torch.testing.assert_close(own, expected, rtol=1e-4, atol=0.0)
+
+
+def test_memory_of_chunks_is_bounded_by_all_tokens() -> None:
+    """One long prompt beside many short ones does not make each as expensive as the long one."""
+    layer = Layer("small", torch.float32, 300, rows=33)
+    requests = [(1, 0, 300), *((row, 0, 1) for row in range(2, 34))]
+    batch, pool = layer.batch(requests), layer.pools[1]
+    states = pool.begin(batch.req_pool_indices, batch.seq_lens, batch.qo_indptr)
+    with LargestTensor() as largest:
+        kernels().delta_rule(*layer.inputs(requests), layer.heads, 0, states, batch)
+    tokens, chunk = 332 + 33 * layer.window, definition.CHUNK
+    assert largest.count <= 2 * (tokens // chunk + 33) * layer.heads.num_value_heads * chunk**2
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most entries of a tensor that is allocated."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            self.count = max(self.count, out.numel())
+        return out
 
 
 def test_a_pass_runs_again_with_equal_results() -> None:

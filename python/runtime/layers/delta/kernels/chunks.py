@@ -41,16 +41,17 @@ def apply_chunks(
         longest: the most tokens of a request, on the host.
     """
     requests, count, width = len(states.rows), heads.num_value_heads, own.window_width
-    chunks = triton.cdiv(width + longest, CHUNK)
-    inverses, scores = torch.empty((2, requests, chunks, count, CHUNK, CHUNK), dtype=torch.float32, device=out.device)
+    chunks = len(tokens.qkv) // CHUNK + requests  # of all requests together, see `_place`
+    inverses, scores = torch.empty((2, chunks, count, CHUNK, CHUNK), dtype=torch.float32, device=out.device)
     sizes = {
         "KEY": heads.key_dim, "VALUE": heads.value_dim, "KEYS": triton.next_power_of_2(heads.key_dim), "CHUNK": CHUNK, "PDL": pdl,
         "num_warps": WARPS, "num_stages": 1, **launch_options(pdl),
     }  # fmt: skip
     indices = states.pending, qo_indptr
-    _within_chunks[(requests, chunks, count)](*tokens, *indices, inverses, scores, chunks, width, heads.num_key_heads, count, **sizes)
+    grid = requests, triton.cdiv(width + longest, CHUNK), count
+    _within_chunks[grid](*tokens, *indices, inverses, scores, width, heads.num_key_heads, count, **sizes)
     _across_chunks[(requests, count, triton.cdiv(heads.value_dim, COLUMNS))](
-        *tokens, own.matrices, states.rows, states.fresh, *indices, inverses, scores, out, chunks, width, heads.num_key_heads, count,
+        *tokens, own.matrices, states.rows, states.fresh, *indices, inverses, scores, out, width, heads.num_key_heads, count,
         COLUMNS=COLUMNS, **sizes,
     )  # fmt: skip
 
@@ -80,9 +81,19 @@ def _wide_product(a, b, dtype: tl.constexpr):
     return tl.dot(a_low, b_high, _product(a_high, b_high, b_low))
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit
+def _place(base, request, chunk, head, heads, CHUNK: tl.constexpr):
+    """Offsets of a matrix [CHUNK, CHUNK] of one chunk and head. `base`: int64, the first row of the request in `Convolved`.
+
+    A request has at most as many tokens as rows. So its chunks, numbered from `base // CHUNK + request`, end before the next request's.
+    """
+    i = tl.arange(0, CHUNK)
+    return ((base // CHUNK + request + chunk) * heads + head) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+
+
+@triton.jit
 def _within_chunks(
-    qkv, scales, gates, pending, indptr, inverses, scores, chunks, width, key_heads, heads,
+    qkv, scales, gates, pending, indptr, inverses, scores, width, key_heads, heads,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the inverse of the system of one chunk and head, and its decayed products of queries and keys."""
@@ -107,7 +118,7 @@ def _within_chunks(
     lower = i[:, None] >= i[None, :]
     ratio = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0) * k_scale[None, :]
     keys = tl.trans(k)
-    at = ((request * chunks + chunk).to(tl.int64) * heads + head) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+    at = _place(start + request.to(tl.int64) * width, request, chunk, head, heads, CHUNK)
     tl.store(scores + at, tl.dot(q, keys, input_precision="tf32x3") * ratio * q_scale[:, None])
     # Row r of the inverse of I + A is the unit row minus the rows above it, times row r of A. Here A is transposed.
     system = tl.dot(k, keys, input_precision="tf32x3") * ratio * (rate * k_scale)[:, None]
@@ -120,9 +131,9 @@ def _within_chunks(
     tl.store(inverses + at, inverse)
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit
 def _across_chunks(
-    qkv, scales, gates, matrices, row_ids, fresh, pending, indptr, inverses, scores, out, chunks, width, key_heads, heads,
+    qkv, scales, gates, matrices, row_ids, fresh, pending, indptr, inverses, scores, out, width, key_heads, heads,
     COLUMNS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some columns of the matrix of one head of one request, chunk after chunk."""
@@ -154,7 +165,7 @@ def _across_chunks(
         q_scale, k_scale = tl.load(scale, mask=live, other=0.0), tl.load(scale + key_heads, mask=live, other=0.0)
         decay, rate = tl.load(gate, mask=live, other=0.0), tl.load(gate + heads, mask=live, other=0.0)
         total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
-        at = ((request * chunks + chunk).to(tl.int64) * heads + head) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+        at = _place(base, request, chunk, head, heads, CHUNK)
         high, low = _halves(matrix, qkv.dtype.element_ty)
         wanted = rate[:, None] * (v - (tl.exp(total) * k_scale)[:, None] * _product(k, high, low))
         result = (tl.exp(total) * q_scale)[:, None] * _product(q, high, low)

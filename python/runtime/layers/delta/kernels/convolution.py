@@ -94,7 +94,10 @@ def _decay_and_rate(raw_gates, token, inside, head, heads, decay_log, decay_bias
     rate = tl.load(raw_gates + token * 2 * heads + head, mask=inside, other=0.0).to(tl.float32)
     decay = tl.load(raw_gates + token * 2 * heads + heads + head, mask=inside, other=0.0).to(tl.float32)
     decay += tl.load(decay_bias + head, mask=inside, other=0.0)
-    softplus = tl.maximum(decay, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(decay)))
+    # log(1 + x) of a small x: the quotient makes up for the bits that 1 + x loses.
+    x = tl.exp(-tl.abs(decay))
+    y = 1.0 + x
+    softplus = tl.maximum(decay, 0.0) + tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
     return -tl.exp(tl.load(decay_log + head, mask=inside, other=0.0)) * softplus, 1.0 / (1.0 + tl.exp(-rate))
 
 

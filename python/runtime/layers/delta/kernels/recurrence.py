@@ -16,6 +16,8 @@ from runtime.mem_cache.state_pool import LayerStates, StatePass
 
 FEW_PROGRAMS = 4096
 """Up to this many programs of one warp run at once, so that narrow parts of matrices are fastest; with more, wider parts are."""
+MOST_PER_WARP = 4096
+"""Entries of a matrix that the registers of one warp hold: 128 per thread."""
 
 
 def advance(
@@ -25,11 +27,12 @@ def advance(
     matrices, most = len(states.rows) * heads.num_value_heads, triton.next_power_of_2(heads.value_dim)
     few = matrices * triton.cdiv(heads.value_dim, 16) <= FEW_PROGRAMS
     columns = min(16 if few else 64, most)
+    keys = triton.next_power_of_2(heads.key_dim)
     grid = len(states.rows), heads.num_value_heads, triton.cdiv(heads.value_dim, columns)
     _advance[grid](
         *tokens, own.matrices, states.rows, states.pending, states.fresh, qo_indptr, out, own.window_width, heads.num_key_heads,
-        heads.num_value_heads, KEY=heads.key_dim, VALUE=heads.value_dim, KEYS=triton.next_power_of_2(heads.key_dim), COLUMNS=columns,
-        PDL=pdl, num_warps=1 if few else 2, **launch_options(pdl),
+        heads.num_value_heads, KEY=heads.key_dim, VALUE=heads.value_dim, KEYS=keys, COLUMNS=columns,
+        PDL=pdl, num_warps=1 if few else max(2, keys * columns // MOST_PER_WARP), **launch_options(pdl),
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from runtime.batch import ForwardMode
 from runtime.layers.cuda_delta_ops import CudaDeltaOps
 from runtime.layers.delta import definition
 from runtime.layers.delta.heads import DeltaHeads
@@ -21,6 +20,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.pdl import starts_early
 from runtime.layers.norm import RMSNorm
 from runtime.mem_cache.state_pool import StatePool, StateSpec
+from unit.delta_passes import Request, pass_over
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -28,8 +28,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Allowed difference of outputs of size 1: the model's rounding."""
-Request = tuple[int, int, int]
-"""A row, the position of its first token in the pass, and the number of its tokens."""
 SHAPES = {
     "qwen3.5": (16, 32, 128, 128, 4, 4),
     "small": (2, 6, 16, 8, 3, 5),
@@ -80,23 +78,7 @@ class Layer:
         self.window, self.dtype = window, dtype
 
     def batch(self, requests: Sequence[Request]) -> ForwardBatch:
-        counts = [count for _, _, count in requests]
-        uniform = len(set(counts)) == 1 and counts[0] <= self.window
-        lens = np.array([start + count for _, start, count in requests], dtype=np.int32)
-        total = torch.zeros(sum(counts), dtype=torch.int64, device=DEVICE)
-        return ForwardBatch(
-            mode=ForwardMode.DECODE if uniform else ForwardMode.EXTEND,
-            batch_size=len(requests),
-            tokens_per_req=counts[0] if uniform else 0,
-            input_ids=total,
-            positions=total,
-            out_cache_loc=total,
-            req_pool_indices=torch.tensor([row for row, _, _ in requests], device=DEVICE),
-            seq_lens=torch.tensor(lens, device=DEVICE),
-            qo_indptr=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=DEVICE),
-            seq_len_bounds=lens,
-            extend_lens=None if uniform else np.array(counts, dtype=np.int32),
-        )
+        return pass_over(requests, self.window, DEVICE)
 
     def inputs(self, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.cat([self.rows[row, start : start + count] for row, start, count in requests])

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
-from runtime.batch import ForwardMode
 from runtime.layers.delta.definition import delta_rule, gated_norm
 from runtime.layers.delta.heads import DeltaHeads
-from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.state_pool import StatePool, StateSpec
+from unit.delta_passes import Request, pass_over
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH = 8, 16, 16, 8, 4
 ROWS, WINDOW = 6, 4
@@ -31,7 +30,7 @@ class Model:
         self.pool = StatePool([spec], ROWS, WINDOW, CPU)
         self.rows, self.gates = torch.randn(ROWS, length, channels), torch.randn(ROWS, length, 2 * VALUE_HEADS)
 
-    def run(self, requests: list[tuple[int, int, int]], wrong_from: dict[int, int] | None = None) -> torch.Tensor:
+    def run(self, requests: list[Request], wrong_from: dict[int, int] | None = None) -> torch.Tensor:
         """Run (row, first position, tokens) of each request in one pass; from position `wrong_from[row]` on with other inputs."""
         rows, gates = [], []
         for row, start, count in requests:
@@ -40,7 +39,7 @@ class Model:
             own[wrong:], own_gates[wrong:] = torch.randn_like(own[wrong:]), torch.randn_like(own_gates[wrong:])
             rows.append(own)
             gates.append(own_gates)
-        batch = ragged(requests)
+        batch = pass_over(requests, WINDOW, CPU)
         states = self.pool.begin(batch.req_pool_indices, batch.seq_lens, batch.qo_indptr)
         return delta_rule(torch.cat(rows), torch.cat(gates), self.heads, 0, states, batch)
 
@@ -56,27 +55,6 @@ class Model:
             -self.heads.decay_log.exp() * F.softplus(decay + self.heads.decay_bias), rate.sigmoid(), use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
         return out[0].flatten(1)
-
-
-def ragged(requests: list[tuple[int, int, int]]) -> ForwardBatch:
-    """A pass over (row, first position, tokens) of each request, of fixed width if all have equally many tokens that fit the window."""
-    counts = [count for _, _, count in requests]
-    uniform = len(set(counts)) == 1 and counts[0] <= WINDOW
-    lens = np.array([start + count for _, start, count in requests], dtype=np.int32)
-    total = torch.zeros(sum(counts), dtype=torch.int64)
-    return ForwardBatch(
-        mode=ForwardMode.DECODE if uniform else ForwardMode.EXTEND,
-        batch_size=len(requests),
-        tokens_per_req=counts[0] if uniform else 0,
-        input_ids=total,
-        positions=total,
-        out_cache_loc=total,
-        req_pool_indices=torch.tensor([row for row, _, _ in requests]),
-        seq_lens=torch.tensor(lens),
-        qo_indptr=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
-        seq_len_bounds=lens,
-        extend_lens=None if uniform else np.array(counts, dtype=np.int32),
-    )
 
 
 def test_prompt_follows_transformers() -> None:

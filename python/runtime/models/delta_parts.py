@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -16,9 +15,6 @@ from runtime.layers.quantization.scheme import WeightSlot
 from runtime.models.parts import ModelParts
 from runtime.models.sharing import check_delta_heads
 from runtime.models.weights import LayerRows
-
-PARTS = ("q", "k", "v", "z")
-"""The rows of the first projection, in this order."""
 
 
 class DeltaParts:
@@ -65,22 +61,28 @@ class DeltaParts:
         """This rank's rows of queries, keys, values and output gates."""
         key, value, heads = self._delta.key_dim, self._per_key * self._delta.value_dim, self._delta.num_key_heads
         if self._fused:
-            return self._side_by_side("in_proj_qkvz", (key, key, value, value))
-        own = {"q": self._of_heads(key), "k": self._of_heads(key), "v": self._of_heads(value)}
-        total, before = (2 * key + value) * heads, {"q": 0, "k": key * heads, "v": 2 * key * heads}
-        qkv = [LayerRows(self._prefix + "in_proj_qkv", total, _moved(rows, before[part])) for part, rows in own.items()]
+            return self._side_by_side("in_proj_qkvz", key, key, value, value)
+        total, own = self._part_by_part(key, key, value)
+        qkv = [LayerRows(self._prefix + "in_proj_qkv", total, rows) for rows in own]
         return [*qkv, LayerRows(self._prefix + "in_proj_z", value * heads, self._of_heads(value))]
 
     def _gate_rows(self) -> list[LayerRows]:
         """This rank's rows of the inputs of the rates, then of the decays."""
         if self._fused:
-            return self._side_by_side("in_proj_ba", (self._per_key, self._per_key))
+            return self._side_by_side("in_proj_ba", self._per_key, self._per_key)
         own = self._of_heads(self._per_key)
         return [LayerRows(f"{self._prefix}in_proj_{part}", self._delta.num_value_heads, own) for part in "ba"]
 
-    def _side_by_side(self, name: str, counts: Iterable[int]) -> list[LayerRows]:
+    def _part_by_part(self, *counts: int) -> tuple[int, list[slice]]:
+        """All rows, and this rank's rows of each part, of a tensor with the rows of all key heads for one part after another: `counts` for
+        each key head.
+        """
+        heads, before = self._delta.num_key_heads, (sum(counts[:i]) for i in range(len(counts)))
+        own = ((first * heads, self._of_heads(count)) for first, count in zip(before, counts, strict=True))
+        return sum(counts) * heads, [slice(first + rows.start, first + rows.stop) for first, rows in own]
+
+    def _side_by_side(self, name: str, *counts: int) -> list[LayerRows]:
         """This rank's rows of layer `name`, which has `counts` rows of each part for each key head: part after part."""
-        counts = tuple(counts)
         each, pieces = sum(counts), list[LayerRows]()
         for i, count in enumerate(counts):
             starts = (head * each + sum(counts[:i]) for head in range(self._key_heads.start, self._key_heads.stop))
@@ -99,22 +101,17 @@ class DeltaParts:
 
     def _convolution(self) -> torch.Tensor:
         """This rank's channels of the convolution, [C, conv_width]."""
-        parts, delta, key, value = self._parts, self._delta, self._delta.key_dim, self._per_key * self._delta.value_dim
-        heads, counts = delta.num_key_heads, (key, key, value)
-        own = self._key_heads.stop - self._key_heads.start
-        weight = torch.empty((own * sum(counts), delta.conv_width), dtype=parts.context.dtype, device=parts.context.device)
+        parts, key, value, width = self._parts, self._delta.key_dim, self._per_key * self._delta.value_dim, self._delta.conv_width
+        total, own = self._part_by_part(key, key, value)
+        channels = sum(rows.stop - rows.start for rows in own)
+        weight, start = torch.empty((channels, width), dtype=parts.context.dtype, device=parts.context.device), 0
         parts.weights.hold([weight])
-        for i, count in enumerate(counts):
-            before = sum(counts[:i])
-            target = weight[own * before : own * (before + count)]
-            index = (_moved(self._of_heads(count), before * heads), slice(None), slice(None))
-            shape = (sum(counts) * heads, 1, delta.conv_width)
-            parts.weights.add(self._prefix + "conv1d.weight", WeightSlot(shape, index, partial(_put_channels, target)))
+        for rows in own:
+            target = weight[start : start + rows.stop - rows.start]
+            slot = WeightSlot((total, 1, width), (rows, slice(None), slice(None)), partial(_put_channels, target))
+            parts.weights.add(self._prefix + "conv1d.weight", slot)
+            start += len(target)
         return weight
-
-
-def _moved(rows: slice, by: int) -> slice:
-    return slice(rows.start + by, rows.stop + by)
 
 
 def _put_channels(target: torch.Tensor, weight: torch.Tensor) -> None:

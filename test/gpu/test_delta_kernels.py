@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
@@ -16,9 +18,11 @@ from runtime.layers.cuda_delta_ops import CudaDeltaOps
 from runtime.layers.delta import definition
 from runtime.layers.delta.heads import DeltaHeads
 from runtime.layers.delta.kernels import recurrence
+from runtime.layers.delta.kernels.begin import begin as begin_by_kernel
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.pdl import starts_early
 from runtime.layers.norm import RMSNorm
+from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.state_pool import StatePool, StateSpec
 from unit.delta_passes import Request, pass_over
 
@@ -36,6 +40,8 @@ SHAPES = {
     "large": (1, 2, 256, 256, 4, 4),
 }
 """Key heads, value heads, key_dim, value_dim, width of the convolution and of windows."""
+CACHED = 3
+"""Slots for states of prefixes."""
 if INTERPRETED:
     SHAPES["qwen3.5"] = (1, 2, 128, 128, 4, 4)
 
@@ -67,7 +73,7 @@ class Layer:
             random(values).to(DEVICE),
         )
         spec = StateSpec(values, key_dim, value_dim, channels, conv, dtype)
-        self.pools = [StatePool([spec], rows + 1, window, DEVICE) for _ in range(2)]
+        self.pools = [StatePool([spec], rows + 1, window, DEVICE, CACHED) for _ in range(2)]
         for pool in self.pools:  # what a row held before must not matter
             for tensor in (pool.layers[0].matrices, pool.layers[0].tail, pool.layers[0].window, pool.layers[0].gates):
                 tensor.fill_(7.0)
@@ -88,7 +94,7 @@ class Layer:
         """Run both, and compare outputs and states."""
         batch, inputs, outputs = self.batch(requests), self.inputs(requests), []
         for pool, rule in zip(self.pools, (definition.delta_rule, kernels().delta_rule), strict=True):
-            states = pool.begin(batch.req_pool_indices, batch.seq_lens, batch.qo_indptr)
+            states = (TorchOps() if pool is self.pools[0] else kernels()).begin_states(pool, batch)
             outputs.append(rule(*inputs, self.heads, 0, states, batch))
         expected, out = outputs
         assert out.dtype == self.dtype
@@ -96,12 +102,21 @@ class Layer:
         if check_rows:
             self.compare_states(sorted({row for row, _, _ in requests} - {0}))
 
-    def compare_states(self, rows: list[int]) -> None:
+    def compare_states(self, rows: list[int], of_prefixes: bool = False) -> None:
         expected, own = (pool.layers[0] for pool in self.pools)
         close(own.matrices[rows], expected.matrices[rows], 10 * TOLERANCE[torch.float32])
         assert torch.equal(own.tail[rows], expected.tail[rows])
+        if of_prefixes:
+            return
         assert torch.equal(own.window[rows], expected.window[rows])
         close(own.gates[rows], expected.gates[rows], 1e-5)
+
+    def keep(self, rows: list[int], lens: list[int], slots: list[int]) -> None:
+        """Let the next chunks of these rows leave their states, in both pools."""
+        for pool in self.pools:
+            pool.keep(
+                torch.tensor(rows, device=DEVICE), torch.tensor(lens, dtype=torch.int32, device=DEVICE), torch.tensor(slots, device=DEVICE)
+            )
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
@@ -133,6 +148,50 @@ def test_chunks_of_prompts_beside_each_other(shape: str, lengths: tuple[int, ...
         requests = [(row + 1, start, count) for row, (start, count) in enumerate(zip(starts, counts, strict=True))]
         layer.run(requests)
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["qwen3.5", "small", "one window"])
+def test_a_chunk_leaves_its_state_for_another_request(shape: str, dtype: torch.dtype) -> None:
+    layer = Layer(shape, dtype, 260)
+    first = layer.pools[0].layers[0].matrices.shape[0] - CACHED
+    layer.rows[4], layer.gates[4] = layer.rows[1], layer.gates[1]
+    layer.keep([1, 2, 3], [128, 64, 0], [0, 2, 1])
+    layer.run([(1, 0, 200), (2, 0, 64), (3, 0, 70)])
+    layer.compare_states([first, first + 2], of_prefixes=True)
+    for pool in layer.pools:
+        assert (pool.layers[0].matrices[first + 1] == 7.0).all()  # no other slot was written
+        pool.restore(4, 0, 128)
+    layer.run([(4, 128, 72)])
+    own = layer.pools[1].layers[0]
+    assert torch.equal(own.matrices[4], own.matrices[1])  # the bits of the whole prompt
+    assert torch.equal(own.tail[4], own.tail[1])
+    layer.run([(4, 200, 2), (1, 200, 2)])
+
+
+@pytest.mark.parametrize("requests", [1, 5, 300])
+def test_a_pass_begins_as_defined(requests: int) -> None:
+    generator = torch.Generator().manual_seed(requests)
+
+    def random(high: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randint(0, high, (requests + 1,), generator=generator).to(DEVICE, dtype)
+
+    pools = [StatePool([StateSpec(1, 8, 8, 24, 4, torch.float32)], requests + 1, 4, DEVICE, CACHED) for _ in range(2)]
+    applied, kept_lens, kept_rows = random(300, torch.int32), random(300, torch.int32), random(9, torch.int64)
+    rows = torch.randperm(requests + 1, generator=generator)[:requests].to(DEVICE)
+    counts, starts = random(100, torch.int32)[1:] + 1, random(4, torch.int32)[1:] * applied[rows]
+    indptr = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    found = []
+    for pool, begin in zip(pools, (StatePool.begin, partial(begin_by_kernel, pdl=kernels().pdl)), strict=True):
+        for own, value in ((pool.applied, applied), (pool.kept_lens, kept_lens), (pool.kept_rows, kept_rows)):
+            own.copy_(value)
+        found.append(begin(pool, rows, starts + counts, indptr))
+    expected, got = found
+    for name in ("pending", "fresh", "kept", "kept_rows"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+        assert getattr(got, name).dtype == getattr(expected, name).dtype
+    assert torch.equal(pools[1].applied, pools[0].applied)
+    assert requests < 300 or int((expected.kept > 0).sum()) > 0 < int((expected.pending > 0).sum())
 
 
 @pytest.mark.parametrize("shape", ["qwen3.5", "small"])

@@ -14,7 +14,7 @@ from runtime.mem_cache.state_pool import StatePool, StateSpec
 from unit.delta_passes import Request, pass_over
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH = 8, 16, 16, 8, 4
-ROWS, WINDOW = 6, 4
+ROWS, WINDOW, CACHED = 6, 4, 3
 CPU = torch.device("cpu")
 
 
@@ -27,7 +27,7 @@ class Model:
             KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, torch.randn(channels, WIDTH) / 2, torch.randn(VALUE_HEADS), torch.randn(VALUE_HEADS)
         )
         spec = StateSpec(VALUE_HEADS, KEY_DIM, VALUE_DIM, channels, WIDTH, torch.float32)
-        self.pool = StatePool([spec], ROWS, WINDOW, CPU)
+        self.pool = StatePool([spec], ROWS, WINDOW, CPU, CACHED)
         self.rows, self.gates = torch.randn(ROWS, length, channels), torch.randn(ROWS, length, 2 * VALUE_HEADS)
 
     def run(self, requests: list[Request], wrong_from: dict[int, int] | None = None) -> torch.Tensor:
@@ -107,6 +107,42 @@ def test_a_pass_runs_again_with_equal_bits() -> None:
     assert torch.equal(model.run([(1, 22, 4), (2, 10, 4)]), first)
     for before, after in zip(stored, (model.pool.layers[0].matrices, model.pool.layers[0].tail, model.pool.applied), strict=True):
         assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("chunks", [(128,), (150,), (70, 58), (192, 8)])
+def test_a_request_begins_with_the_state_that_another_left(chunks: tuple[int, ...]) -> None:
+    """The same bits as if it had computed the tokens itself; the other goes on as if it had left nothing."""
+    model = Model(200)
+    model.rows[2], model.gates[2] = model.rows[1], model.gates[1]
+    start = 0
+    for count in chunks:  # the state after 64 tokens is left in slot 2; another request leaves none
+        model.pool.keep(torch.tensor([1, 3]), torch.tensor([64, 0], dtype=torch.int32), torch.tensor([2, 2]))
+        model.run([(1, start, count), (3, start, count)])
+        start += count
+    model.pool.restore(5, 2, 64)
+    model.rows[5], model.gates[5] = model.rows[1], model.gates[1]
+    behind = model.run([(5, 64, 100)])
+    whole = model.run([(2, 0, 164)])
+    assert torch.equal(behind, whole[64:])
+    for stored in (model.pool.layers[0].matrices, model.pool.layers[0].tail):
+        assert torch.equal(stored[5], stored[2])
+    if start < 200:
+        torch.testing.assert_close(model.run([(1, start, 200 - start)]), model.expected(1)[start:], rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.run([(5, 164, 3)]), model.run([(2, 164, 3)]))
+    assert not model.pool.layers[0].matrices[ROWS : ROWS + 2].any()  # no other slot was written
+
+
+def test_a_state_is_left_only_by_the_chunk_that_has_its_token() -> None:
+    model = Model(200)
+    model.pool.keep(torch.tensor([1]), torch.tensor([128], dtype=torch.int32), torch.tensor([0]))
+    model.run([(1, 0, 64)])
+    assert not model.pool.layers[0].matrices[ROWS].any()
+    model.run([(1, 64, 64)])  # at the end of a chunk
+    kept = model.pool.layers[0].matrices[ROWS].clone()
+    assert torch.equal(kept, model.pool.layers[0].matrices[1])
+    model.run([(1, 128, 3)])
+    model.run([(1, 131, 65)])
+    assert torch.equal(model.pool.layers[0].matrices[ROWS], kept)
 
 
 def test_decoding_has_the_bits_of_windows_and_of_any_batch() -> None:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import torch
 
 from runtime.layers.delta.heads import DeltaHeads
+from runtime.layers.delta.kernels.begin import begin
 from runtime.layers.delta.kernels.chunks import apply_chunks
 from runtime.layers.delta.kernels.convolution import convolve
 from runtime.layers.delta.kernels.gated_norm import gated_norm
 from runtime.layers.delta.kernels.recurrence import advance
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.norm import RMSNorm
-from runtime.mem_cache.state_pool import StatePass
+from runtime.mem_cache.state_pool import StatePass, StatePool
 
 
 class CudaDeltaOps:
     """The part of `CudaOps` for linear attention. `pdl`: as there."""
 
     pdl: bool
+
+    def begin_states(self, states: StatePool, batch: ForwardBatch) -> StatePass:
+        """Begin a pass over recurrent states."""
+        return begin(states, batch.req_pool_indices, batch.seq_lens, batch.qo_indptr, self.pdl)
 
     def delta_rule(
         self, rows: torch.Tensor, gates: torch.Tensor, heads: DeltaHeads, layer: int, states: StatePass, batch: ForwardBatch

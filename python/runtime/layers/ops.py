@@ -40,7 +40,7 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope, RotaryHeads
 from runtime.layers.row_norms import RowNorms
-from runtime.mem_cache.state_pool import StatePass
+from runtime.mem_cache.state_pool import StatePass, StatePool
 
 Runs = Iterable[Callable[[], object]]
 """Calls that run kernels, to compile them."""
@@ -261,6 +261,10 @@ class BlockOps(Protocol):
     ) -> torch.Tensor:
         """Causal attention of whole prompts over their own keys: q and k [T, H, dim], v [T, H, value_dim] -> [T, H, value_dim]."""
         ...
+
+    def begin_states(self, states: StatePool, batch: ForwardBatch) -> StatePass:
+        """Begin a pass over recurrent states, as `StatePool.begin`."""
+        return states.begin(batch.req_pool_indices, batch.seq_lens, batch.qo_indptr)
 
     def delta_rule(
         self, rows: torch.Tensor, gates: torch.Tensor, heads: DeltaHeads, layer: int, states: StatePass, batch: ForwardBatch

@@ -158,7 +158,7 @@ class DecoderModel:
         """
         assert self._bound is not None, "bind comes before forward"
         kv_pool, backend, states = self._bound
-        now = None if states is None else states.begin(batch.req_pool_indices, batch.seq_lens, batch.qo_indptr)
+        now = None if states is None else self.context.ops.begin_states(states, batch)
         context = PassContext(batch, kv_pool, backend, now)
         in_prompt = batch.mode is ForwardMode.EXTEND
         stream = self.context.ops.embed(batch.input_ids, self.embed, self.layers[first].attn_norm, self._embed_scale, in_prompt)

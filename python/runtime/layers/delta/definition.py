@@ -122,8 +122,13 @@ def _prompt(
     inputs = torch.cat([tail, own.window[at, :pending], rows], dim=1)
     both = torch.cat([own.gates[at, :pending], gates], dim=1)
     tokens = split_heads(_convolved(inputs, heads), heads, *both.transpose(1, 2).unbind(1))
-    parts = [_apply_chunk(matrices, tokens.part(slice(start, start + CHUNK))) for start in range(0, tokens.q.shape[1], CHUNK)]
-    own.matrices[at], own.tail[at] = matrices, inputs[:, -tail.shape[1] :]
+    parts, kept, before = list[torch.Tensor](), int(states.kept[requests]), tail.shape[1]
+    for start in range(0, tokens.q.shape[1], CHUNK):
+        parts.append(_apply_chunk(matrices, tokens.part(slice(start, start + CHUNK))))
+        if start + CHUNK == kept:
+            copy = states.kept_rows[requests]
+            own.matrices[copy], own.tail[copy] = matrices, inputs[:, kept : kept + before]
+    own.matrices[at], own.tail[at] = matrices, inputs[:, -before:]
     return torch.cat(parts, dim=1)[:, pending:].flatten(2).to(rows.dtype)
 
 

@@ -51,8 +51,8 @@ def apply_chunks(
     grid = requests, triton.cdiv(width + longest, CHUNK), count
     _within_chunks[grid](*tokens, *indices, inverses, scores, width, heads.num_key_heads, count, **sizes)
     _across_chunks[(requests, count, triton.cdiv(heads.value_dim, COLUMNS))](
-        *tokens, own.matrices, states.rows, states.fresh, *indices, inverses, scores, out, width, heads.num_key_heads, count,
-        COLUMNS=COLUMNS, **sizes,
+        *tokens, own.matrices, states.rows, states.fresh, *indices, inverses, scores, out, states.kept, states.kept_rows, width,
+        heads.num_key_heads, count, COLUMNS=COLUMNS, **sizes,
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def _within_chunks(
 
 @triton.jit
 def _across_chunks(
-    qkv, scales, gates, matrices, row_ids, fresh, pending, indptr, inverses, scores, out, width, key_heads, heads,
+    qkv, scales, gates, matrices, row_ids, fresh, pending, indptr, inverses, scores, out, kept, kept_rows, width, key_heads, heads,
     COLUMNS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some columns of the matrix of one head of one request, chunk after chunk."""
@@ -149,7 +149,8 @@ def _across_chunks(
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     of_key, of_value = entry < KEY, column < VALUE
     both = of_key[:, None] & of_value[None, :]
-    stored = (tl.load(row_ids + request) * heads + head) * KEY * VALUE + entry[:, None] * VALUE + column[None, :]
+    kept_chunks, within = tl.load(kept + request) // CHUNK, entry[:, None] * VALUE + column[None, :]
+    stored = (tl.load(row_ids + request) * heads + head) * KEY * VALUE + within
     matrix = tl.load(matrices + stored, mask=both & (tl.load(fresh + request) == 0), other=0.0)
     channels, key_head = 2 * key_heads * KEY + heads * VALUE, head // (heads // key_heads)
     for chunk in range(tl.cdiv(tokens, CHUNK)):
@@ -176,4 +177,7 @@ def _across_chunks(
         tl.store(out + out_at, result.to(out.dtype.element_ty), mask=is_new[:, None] & of_value[None, :])
         high, low = _halves(updates * (tl.exp(last - total) * k_scale)[:, None], qkv.dtype.element_ty)
         matrix = matrix * tl.exp(last) + _product(tl.trans(k), high, low)
+        if chunk + 1 == kept_chunks:
+            copy = (tl.load(kept_rows + request) * heads + head) * KEY * VALUE + within
+            tl.store(matrices + copy, matrix, mask=both)
     tl.store(matrices + stored, matrix, mask=both)

@@ -76,7 +76,7 @@ def convolve(
     _convolve_windows[(requests, parts)](*pointers, **sizes, num_warps=1, **options)
     if longest > width:
         _convolve_chunks[(requests, triton.cdiv(width + longest, TILE), parts)](*pointers, **sizes, TILE=TILE, num_warps=4, **options)
-        _store_tails[(requests, parts - 1)](*pointers, **sizes, num_warps=1, **options)
+        _store_tails[(requests, parts - 1)](states.kept, states.kept_rows, *pointers, **sizes, num_warps=1, **options)
     return out
 
 
@@ -236,11 +236,11 @@ def _convolve_chunks(
 
 @triton.jit
 def _store_tails(
-    rows, row_stride, raw_gates, weight, decay_log, decay_bias, tail, window, stored_gates, row_ids, pending, fresh, indptr, out,
-    out_scales, out_gates, width, key_heads, heads, KEY: tl.constexpr, VALUE: tl.constexpr, CONV: tl.constexpr, EPS: tl.constexpr,
-    PDL: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    kept, kept_rows, rows, row_stride, raw_gates, weight, decay_log, decay_bias, tail, window, stored_gates, row_ids, pending, fresh,
+    indptr, out, out_scales, out_gates, width, key_heads, heads, KEY: tl.constexpr, VALUE: tl.constexpr, CONV: tl.constexpr,
+    EPS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the last inputs of one head's channels, of a request of more than `width` tokens."""
+    """One program: the last inputs of one head's channels, of a request of more than `width` tokens, and those where a copy is kept."""
     pdl_sync(PDL)
     request = tl.program_id(0)
     row = tl.load(row_ids + request)
@@ -253,6 +253,12 @@ def _store_tails(
     channel = first + tl.arange(0, BLOCK)
     before = tl.load(pending + request)
     known = inside & (tl.load(fresh + request) == 0)
+    copied = tl.load(kept + request)
+    if copied > 0:  # nothing is pending, and all these inputs are the pass's own
+        copy = tl.load(kept_rows + request)
+        for i in tl.static_range(CONV - 1):
+            value = tl.load(rows + (start + copied - (CONV - 1) + i) * row_stride + channel, mask=inside, other=0.0)
+            tl.store(tail + (copy * (CONV - 1) + i) * channels + channel, value, mask=inside)
     first_kept = before + count - (CONV - 1)
     for i in tl.static_range(CONV - 1):  # an input of the old tail moves to the front, so that none is read after it is overwritten
         value = _input(first_kept + i, before, start, row, channel, inside, known, rows, row_stride, tail, window, width, channels, CONV)

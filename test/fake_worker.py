@@ -73,6 +73,8 @@ class FakeWorker:
 
     With `lookahead`, a slot also holds the token after its own, as EAGLE's draft KV depends on it. What is wrong in a slot that is read
     raises at `wait`, with the request's row. `fail_submit` and `fail_wait` are asked for each step, and may raise.
+
+    With `state_unit`, a row has a recurrent state too: the tokens that it has seen, in this order. Chunks leave copies of it.
     """
 
     def __init__(self, limits: WorkerLimits) -> None:
@@ -87,6 +89,9 @@ class FakeWorker:
         self.length = np.zeros(limits.max_running_requests + 1, dtype=np.int64)
         self.last = np.zeros(limits.max_running_requests + 1, dtype=np.int64)
         self.inits: dict[int, RowInit] = {}
+        self.states: dict[int, list[int]] = {}  # by row
+        self.cached_states: dict[int, list[int]] = {}  # by slot
+        self.last_chunk: dict[int, int] = {}  # tokens of the latest chunk of a row, if it was not its first
         self.batches: list[ScheduleBatch] = []
         self.unread = 0
         self.most_unread = 0
@@ -146,6 +151,12 @@ class FakeWorker:
     def _stage(self, batch: ScheduleBatch) -> None:
         for init in batch.new_rows:
             self.inits[init.row] = init
+            self.states[init.row] = []
+            self.last_chunk.pop(init.row, None)
+        for row, slot, length in batch.restored:
+            assert row in {init.row for init in batch.new_rows}
+            assert len(self.cached_states[slot]) == length
+            self.states[row] = list(self.cached_states[slot])
         assert all(1 <= p <= self._limits.max_total_tokens // self._limits.page_size for p in batch.page_ids)
         assert set(batch.page_rows.tolist()) <= set(batch.rows.tolist())
         self.table[batch.page_rows, batch.page_cols] = batch.page_ids
@@ -185,6 +196,11 @@ class FakeWorker:
             fresh = batch.token_ids[at : at + count].tolist()
             at += count
             history = self._read(row, prefix, fresh[0]) + fresh
+            if self._limits.state_unit:
+                self._apply(row, prefix, history)
+                if len(batch.kept_lens) and (kept := int(batch.kept_lens[i])):
+                    self._keep(row, prefix, count, kept, int(batch.kept_slots[i]))
+                self.last_chunk[row] = count
             if following < 0:
                 following = next_token(history, self.inits[row].seed, self._limits.vocab_size)
                 step.tokens.append(following)
@@ -204,6 +220,8 @@ class FakeWorker:
             kv_len, last = int(self.length[row]), int(self.last[row])
             assert kv_len <= bound <= kv_len + limits.max_accept_len
             history = [*self._read(row, kv_len, last), last]
+            if self._limits.state_unit:
+                self._apply(row, kv_len, history[:-1])
             count = 1 + zlib.crc32(bytes(str(history), "ascii")) % limits.max_accept_len
             run = [last]
             for _ in range(count):
@@ -217,6 +235,24 @@ class FakeWorker:
             self.length[row], self.last[row] = kv_len + count, run[-1]
             step.tokens += run[1:]
             step.accept_lens.append(count)
+
+    # ---- recurrent states
+
+    def _apply(self, row: int, start: int, history: list[int]) -> None:
+        """Apply all of `history`; what was applied before must be its beginning, up to the tokens of a window."""
+        state = self.states[row]
+        assert state == history[: len(state)], "a state of another text"
+        assert start - len(state) <= self._limits.tokens_per_step
+        assert len(state) <= start
+        self.states[row] = list(history)
+
+    def _keep(self, row: int, prefix: int, count: int, kept: int, slot: int) -> None:
+        unit = self._limits.state_unit
+        assert 0 <= slot < self._limits.cached_states
+        assert prefix < kept <= prefix + count
+        assert prefix % unit == kept % unit == 0
+        assert self.last_chunk.get(row, unit) >= unit, "the chunk before is pending"
+        self.cached_states[slot] = self.states[row][:kept]
 
     # ---- KV
 

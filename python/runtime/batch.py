@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,9 @@ class WorkerLimits:
         piggyback_min_tokens: prompt tokens from which decode rows are cheaper in a prompt step than in a step of their
             own. Shorter prompts run through graphs that hold no decode rows.
         shares_prefixes: whether decode steps make use of `ScheduleBatch.shared_tokens`.
+        cached_states: slots for recurrent states of cached prefixes.
+        state_unit: tokens, a multiple of `page_size`: a chunk that begins at a multiple of it can leave its recurrent state at a multiple;
+            0 for a model without recurrent states.
         groups: number of attention groups; `max_total_tokens` and `max_running_requests` are those of each.
     """
 
@@ -96,6 +99,8 @@ class WorkerLimits:
     saturating_tokens: int = 0
     piggyback_min_tokens: int = 1
     shares_prefixes: bool = False
+    cached_states: int = 0
+    state_unit: int = 0
     groups: int = 1
 
     @property
@@ -146,6 +151,14 @@ class RowInit:
     tokens: Int32 = field(default_factory=no_ints)
 
 
+class StateCopy(NamedTuple):
+    """A request in `row`, new in this step, that begins with a cached recurrent state: that in `slot`, of `length` tokens."""
+
+    row: int
+    slot: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class EagerSample:
     """Which parts of an iteration run a second time, eagerly, to compare their drafts with those of graphs.
@@ -175,6 +188,7 @@ class ScheduleBatch:
         len_bounds: int32 [B]. KV length before the step: exact for prompt chunks (it equals `prefix_lens`), an upper
             bound for decode rows.
         new_rows: rows that new requests took since the last step.
+        restored: those of them that begin with cached recurrent states, which are copied before anything else in the step.
         page_rows, page_cols, page_ids: int32 [P] each. Page `page_ids[i]` holds positions from `page_cols[i] *
             page_size` of row `page_rows[i]`.
         copy_sources, copy_targets, copy_counts: int32 [C] each. Before anything else in the step, the KV in the first
@@ -185,6 +199,8 @@ class ScheduleBatch:
         token_ids: int32 [T]. Those tokens, request after request.
         next_tokens: int32 [E]. The prompt token after the chunk; -1 where the chunk ends the prompt and a token is
             sampled.
+        kept_lens, kept_slots: int32 [E] each; empty where all would be 0. After `kept_lens[i]` tokens of the request, a multiple of
+            `WorkerLimits.state_unit` after the chunk's start, chunk i leaves a copy of its recurrent state in that slot; 0: it does not.
         top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: those of the chosen token and the k most likely tokens.
         prompt_logprobs: bool [E]. Whether log-probabilities of the chunk's prompt tokens are wanted too.
         pooling: by index of the chunk: what its hidden states are reduced to.
@@ -208,6 +224,7 @@ class ScheduleBatch:
     len_bounds: Int32
     top_logprobs: Int32
     new_rows: list[RowInit] = field(default_factory=list)
+    restored: list[StateCopy] = field(default_factory=list)
     page_rows: Int32 = field(default_factory=no_ints)
     page_cols: Int32 = field(default_factory=no_ints)
     page_ids: Int32 = field(default_factory=no_ints)
@@ -218,6 +235,8 @@ class ScheduleBatch:
     extend_lens: Int32 = field(default_factory=no_ints)
     token_ids: Int32 = field(default_factory=no_ints)
     next_tokens: Int32 = field(default_factory=no_ints)
+    kept_lens: Int32 = field(default_factory=no_ints)
+    kept_slots: Int32 = field(default_factory=no_ints)
     prompt_logprobs: Flags = field(default_factory=no_flags)
     pooling: dict[int, Pooling] = field(default_factory=dict)
     depth: int = 0

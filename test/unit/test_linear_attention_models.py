@@ -231,9 +231,17 @@ def flags_for(folder: Path, raw: dict[str, Any], *more: str) -> list[str]:
     return ["--model-path", str(folder), "--load-format", "dummy", "--device", "cpu", *more]
 
 
-def test_a_server_has_no_prefix_cache(tmp_path: Path) -> None:
-    config, _ = prepare(parse(flags_for(tmp_path, RAW)).args)
-    assert not config.cache.radix_cache
+def test_a_server_caches_prefixes_with_their_states(tmp_path: Path) -> None:
+    config, _ = prepare(parse(flags_for(tmp_path, RAW, "--max-mamba-cache-size", "7")).args)
+    assert (config.cache.radix_cache, config.cache.max_mamba_cache_size) == (True, 7)
+    off, _ = prepare(parse(flags_for(tmp_path, RAW, "--disable-radix-cache")).args)
+    assert not off.cache.radix_cache
+
+
+def test_states_of_a_model_without_are_refused(tmp_path: Path) -> None:
+    llama = {**COMMON, "architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(ConfigError, match="--max-mamba-cache-size needs a model with linear attention"):
+        prepare(parse(flags_for(tmp_path, llama, "--max-mamba-cache-size", "7")).args)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ SGLANG_FLAGS = re.findall(
     trust-remote-code load-format revision device tp-size nnodes node-rank dist-init-addr dist-timeout
     dp-size enable-dp-attention ep-size mem-fraction-static max-running-requests max-queued-requests
     max-total-tokens chunked-prefill-size max-prefill-tokens schedule-policy schedule-conservativeness page-size disable-radix-cache
+    max-mamba-cache-size
     disable-overlap-schedule enable-mixed-chunk attention-backend sampling-backend grammar-backend speculative-algorithm
     speculative-draft-model-path speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
     speculative-accept-threshold-single speculative-accept-threshold-acc disable-cuda-graph disable-cuda-graph-padding cuda-graph-max-bs
@@ -658,7 +659,7 @@ SAME_NAME: dict[str, object] = {
     "request_timeout": 2.5, "max_priority": 4,
     "trust_request_chat_template": True, "skip_server_warmup": True,
     "shutdown_timeout": 5.0, "watchdog_timeout": 6.0, "chat_template": "{{ x }}", "device": "cpu", "attention_backend": "flashinfer",
-    "sampling_backend": "pytorch", "mem_fraction_static": 0.5, "max_total_tokens": 7700, "max_running_requests": 7, "page_size": 32,
+    "sampling_backend": "pytorch", "mem_fraction_static": 0.5, "max_total_tokens": 7700, "max_running_requests": 7, "page_size": 32, "max_mamba_cache_size": 6,
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
@@ -763,8 +764,9 @@ def test_each_flag_reaches_the_configuration(name: str) -> None:
             "the default is the same"
         )
     elif (value := SAME_NAME[name]) is not None:
-        assert resolve(args(**{name: value}), HOPPER, LLAMA).by_flag()[name] == value
-        assert resolve(args(), HOPPER, LLAMA).by_flag()[name] != value, "the default is the same"
+        model = replace(LLAMA, recurrent=True) if name == "max_mamba_cache_size" else LLAMA
+        assert resolve(args(**{name: value}), HOPPER, model).by_flag()[name] == value
+        assert resolve(args(), HOPPER, model).by_flag()[name] != value, "the default is the same"
 
 
 def test_a_grammar_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

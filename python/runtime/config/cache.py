@@ -43,13 +43,11 @@ def check_pool(max_total_tokens: int, least: int, page_size: int) -> None:
 
 
 def resolve_cache(args: ServerArgs, backend: AttentionName, context_length: int, head_dim: int, *, recurrent: bool) -> CacheConfig:
-    """Choose the page size of the attention backend, and by the model. A `recurrent` state begins at a request's first token, so the keys
-    and values of a prefix cannot be reused without it.
-    """
+    """Choose the page size of the attention backend, and by the model. `recurrent`: as in `ModelFacts`."""
     if args.page_size is not None and args.page_size > context_length:
         raise ConfigError(f"--page-size must be at most the context length, {context_length}; got {args.page_size}.")
     caps, long = ATTENTION_CAPS[backend], context_length >= LONG_CONTEXT and head_dim == BLOCK_DIM
     page_size = args.page_size or (caps.block_keys if long else None) or caps.page_size
-    if recurrent and not args.disable_radix_cache:
-        log.info("radix cache off: the model has recurrent states, which are not cached")
-    return part_of_flags(CacheConfig, args, page_size=page_size, radix_cache=not args.disable_radix_cache and not recurrent)
+    if args.max_mamba_cache_size is not None and not recurrent:
+        raise ConfigError("--max-mamba-cache-size needs a model with linear attention, whose recurrent states it counts.")
+    return part_of_flags(CacheConfig, args, page_size=page_size, radix_cache=not args.disable_radix_cache)

@@ -77,12 +77,15 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache. `max_total_tokens` is None if the memory plan decides."""
+    """The KV cache, and the recurrent states of cached prefixes. `max_total_tokens` and `max_mamba_cache_size` are None if the memory plan
+    decides.
+    """
 
     page_size: int
     mem_fraction_static: float | None
     max_total_tokens: int | None
     radix_cache: bool
+    max_mamba_cache_size: int | None = None
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

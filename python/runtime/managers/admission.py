@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
-from runtime.batch import WorkerLimits
+from runtime.batch import StateCopy, WorkerLimits
 from runtime.config.runtime_config import SchedulerConfig
+from runtime.managers import kept_states
 from runtime.managers import schedule_policy as policy
 from runtime.managers.fair_queue import FairQueue
 from runtime.managers.new_token_ratio import NewTokenRatio
@@ -16,6 +18,7 @@ from runtime.managers.req import Phase, Req
 from runtime.managers.step_plan import Chunk, PageCopy, StepPlan
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.mem_cache.kv_page_manager import KVPageManager
+from runtime.mem_cache.state_slots import StateSlots
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,8 @@ class Admission:
         self.queue = FairQueue()
         self.running: list[Req] = []
         pages = limits.max_total_tokens // limits.page_size
-        self.kv_pages = KVPageManager(pages, limits.page_size, limits.prefix_lookahead, cache_prefixes)
+        states = StateSlots(limits.cached_states) if limits.state_unit else None
+        self.kv_pages = KVPageManager(pages, limits.page_size, limits.prefix_lookahead, cache_prefixes, states)
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
         self._config = config
         self._limits = limits
@@ -90,7 +94,7 @@ class Admission:
             ahead = [req for req in prefilling if req.overtook]
             prefilling, overtaking = (ahead, True) if ahead or plan.chunks else (prefilling, False)
         for req in prefilling:
-            _add_chunk(plan, budget, req)
+            self._add_chunk(plan, budget, req)
         if not overtaking:
             self._admit(plan, budget)
         if not plan.chunks:
@@ -126,9 +130,9 @@ class Admission:
                 return
             cached = self._cached_len(req)
             shares = self.kv_pages.cache_prefixes and not req.needs_whole_prompt
-            if shares and policy.defer_for_shared_prefix(req, cached, unfinished, self._limits):
+            if shares and self._defers(req, cached, unfinished):
                 continue
-            if budget.offer(req.length - cached, first=not plan.chunks) == 0:
+            if self._offer(plan, budget, cached, req.length) == 0:
                 return
             if reserved is None:
                 reserved = sum(map(self._missing_pages, self.running))
@@ -141,7 +145,30 @@ class Admission:
                     other.overtaken += req.length
             reserved += self._missing_pages(req)
             unfinished.append(req)
-            _add_chunk(plan, budget, req)
+            self._add_chunk(plan, budget, req)
+
+    def _add_chunk(self, plan: StepPlan, budget: PrefillBudget, req: Req) -> None:
+        """Add as many tokens of a prompt as fit. With recurrent states, the chunk may leave one of them for later prompts."""
+        count, kept_len, slot = self._offer(plan, budget, req.kv_bound, req.prefill_len), 0, 0
+        if count and self._limits.state_unit:
+            count, kept_len = kept_states.state_in_chunk(req, count, self._limits.state_unit)
+        if kept_len:
+            state = self.kv_pages.keep_state(req.pages, kept_len)
+            kept_len, slot = (0, 0) if state is None else (kept_len, state.slot)
+        if count:
+            plan.chunks.append(Chunk(req, req.kv_bound, count, kept_len, slot))
+            budget.take(count)
+
+    def _offer(self, plan: StepPlan, budget: PrefillBudget, start: int, prompt_len: int) -> int:
+        """How many of the tokens from `start` on of a prompt fit; 0 if it must wait."""
+        first, unit = not plan.chunks, self._limits.state_unit
+        count = budget.offer(prompt_len - start, first=first)
+        return kept_states.whole_units(start, count, prompt_len, unit, first=first) if unit else count
+
+    def _defers(self, req: Req, cached_len: int, unfinished: Sequence[Req]) -> bool:
+        """Whether `req` waits for one of the `unfinished` prompts, to reuse what it caches."""
+        defer = kept_states.defer_for_state if self._limits.state_unit else policy.defer_for_shared_prefix
+        return defer(req, cached_len, unfinished, self._limits)
 
     def _cached_len(self, req: Req) -> int:
         return 0 if req.needs_whole_prompt else self.kv_pages.cached_len(req.ids, req.request.cache_salt)
@@ -171,6 +198,12 @@ class Admission:
         self._rows_by_client[req.request.client] += 1
         plan.new_rows.append(req.row_init(self._limits.needs_history))
         plan.writes.add([req.row], [0], [pages.count], pages.ids.copy())
+        if pages.state is not None:
+            plan.restored.append(StateCopy(req.row, pages.state.slot, req.kv_len))
+        if self._limits.state_unit:
+            known = kv_pages.known_len(req.ids, req.request.cache_salt)
+            waiting = islice(self.queue, kept_states.PEERS)
+            req.kept_lens = kept_states.kept_lens(req, req.kv_len, known, waiting, self._limits)
         if pages.partial is not None:
             plan.copies.append(PageCopy(pages.partial.page, int(pages.ids[pages.shared]), pages.partial.count))
         return True
@@ -252,10 +285,3 @@ class Admission:
         self._short_of_pages = None
         self._rows_by_client[req.request.client] -= 1
         self._rows_by_client += Counter()  # drops clients without rows
-
-
-def _add_chunk(plan: StepPlan, budget: PrefillBudget, req: Req) -> None:
-    count = budget.offer(req.prefill_len - req.kv_bound, first=not plan.chunks)
-    if count:
-        plan.chunks.append(Chunk(req, req.kv_bound, count))
-        budget.take(count)

@@ -62,6 +62,7 @@ class Req:
         counts: steps that `progress` does not include yet.
         running_counts: whether each reply includes them; also for stop strings, because the detokenizer may end the request at any reply.
         gives_tokens_only: whether replies have neither log-probabilities nor pooling results.
+        kept_lens: numbers of tokens after which its prompt leaves its recurrent state for later requests, ascending.
         pooled: float64, the sum of the results of the prompt chunks of a pooling request so far.
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
     """
@@ -95,6 +96,7 @@ class Req:
         self.kv_len = self.kv_bound = self.emits_in_flight = self.unfollowed = 0
         self.retracted = self.retracted_for_fairness = self.overtook = self.was_admitted = False
         self.overtaken = 0
+        self.kept_lens: list[int] = []
         self.unsent: list[int] = []
         self.progress = Progress(self.prompt_len)
         self.top_logprobs = request.top_logprobs

@@ -8,18 +8,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.batch import Int32, RowInit, ScheduleBatch, no_ints
+from runtime.batch import Int32, RowInit, ScheduleBatch, StateCopy, no_ints
 from runtime.managers.req import Req
 from runtime.pooling import Pooling
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `end` of a request, to prefill in one step."""
+    """Tokens `start` to `end` of a request, to prefill in one step.
+
+    Attributes:
+        kept_len, kept_slot: a number of tokens after which the request's recurrent state is cached, and its slot; 0 if none is.
+    """
 
     req: Req
     start: int
     count: int
+    kept_len: int = 0
+    kept_slot: int = 0
 
     @property
     def end(self) -> int:
@@ -79,6 +85,7 @@ class StepPlan:
         new_rows: requests that got a row in this step.
         writes: changes of the page table.
         copies: copies of partially matching cached pages.
+        restored: requests that begin with a cached recurrent state.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -86,6 +93,7 @@ class StepPlan:
     new_rows: list[RowInit] = field(default_factory=list)
     writes: PageWrites = field(default_factory=PageWrites)
     copies: list[PageCopy] = field(default_factory=list)
+    restored: list[StateCopy] = field(default_factory=list)
 
     @property
     def reqs(self) -> list[Req]:
@@ -107,6 +115,7 @@ class StepPlan:
             len_bounds=as_int32([req.kv_bound for req in reqs]),
             top_logprobs=as_int32([req.top_logprobs for req in reqs]),
             new_rows=self.new_rows,
+            restored=self.restored,
             page_rows=page_rows,
             page_cols=page_cols,
             page_ids=page_ids,
@@ -119,6 +128,9 @@ class StepPlan:
             batch.token_ids = np.concatenate([chunk.req.ids[chunk.start : chunk.end] for chunk in chunks])
             batch.next_tokens = as_int32([-1 if chunk.is_last else int(chunk.req.ids[chunk.end]) for chunk in chunks])
             batch.prompt_logprobs = np.array([chunk.req.wants_prompt_logprobs for chunk in chunks], dtype=np.bool_)
+            if any(chunk.kept_len for chunk in chunks):
+                batch.kept_lens = as_int32([chunk.kept_len for chunk in chunks])
+                batch.kept_slots = as_int32([chunk.kept_slot for chunk in chunks])
             batch.pooling = {i: pooling for i, chunk in enumerate(chunks) if (pooling := chunk.pooling) is not None}
         return batch
 

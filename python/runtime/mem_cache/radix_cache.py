@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from runtime.batch import Int32, no_ints
+from runtime.mem_cache.state_slots import CachedState, StateSlots
 
 MIN_COPIED = 8
 """Minimum number of matching positions for which a page is copied. Prompts that share fewer have little in common except the begin-of-text
@@ -63,6 +64,7 @@ class Node:
         tokens: int32 [pages * page_size + lookahead]: the edge's tokens, and the `lookahead` tokens after them.
         pages: int32 [pages]; empty only in a root.
         locks: number of requests that use this node or one below it.
+        state: the recurrent state after the edge's last token; None if none was cached.
     """
 
     parent: Node | None
@@ -73,6 +75,12 @@ class Node:
     locks: int = 0
     last_use: int = 0
     in_heap: bool = False
+    state: CachedState | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a request can begin after this edge with a cached state."""
+        return self.state is not None and self.state.alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +109,13 @@ class Match:
         pages: int32 [n].
         node: the node at which they end; None if n is 0.
         partial: the reusable positions of one more page; None if there is none.
+        state: the recurrent state at its end; None for a model without, or if `pages` is empty.
     """
 
     pages: Int32
     node: Node | None
     partial: PartialPage | None
+    state: CachedState | None = None
 
 
 class RadixCache:
@@ -115,10 +125,15 @@ class RadixCache:
     position depends on the next token, so a prompt can reuse a prefix of n tokens only if n + 1 tokens match. Pages without a branch
     between them form one edge, compared as one array.
     After the last page that matches completely, the page with the longest match can be reused in part, by a copy.
+
+    With recurrent states, a prompt can reuse a prefix only up to an edge's end at which a state is cached.
+
+    Args:
+        states: the cached states of a model with recurrent states; None for other models.
     """
 
-    def __init__(self, page_size: int, lookahead: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, lookahead: int, states: StateSlots | None = None) -> None:
+        self.page_size, self.states = page_size, states
         self.lookahead = lookahead
         self.total_pages = 0
         self.evictable_pages = 0
@@ -129,30 +144,34 @@ class RadixCache:
     # ---- reading
 
     def match_len(self, ids: Int32, salt: str) -> int:
-        """Number of whole pages of the longest cached prefix of `ids` int32 [n] that leaves a token to compute. Does not mark it as
-        used.
+        """Number of whole pages of the longest cached prefix of `ids` int32 [n] that leaves a token to compute, with or without a state at
+        its end. Does not mark it as used.
         """
         return whole_pages(self._walk(self._reusable(ids), salt))
 
     def cached_len(self, ids: Int32, salt: str) -> int:
-        """Number of positions of that prefix, including those of a partly reused page. Does not mark it as used."""
+        """Number of positions that a request with these tokens can reuse, including those of a partly reused page. Does not mark them as
+        used.
+        """
         ids = self._reusable(ids)
-        path = self._walk(ids, salt)
+        path = self._to_state(self._walk(ids, salt))
         return whole_pages(path) * self.page_size + self._partial(path, ids, salt)[1]
 
     def match(self, ids: Int32, salt: str) -> Match:
-        """The longest cached prefix of `ids` int32 [n] that leaves a token to compute; marks it as used now."""
+        """The longest reusable prefix of `ids` int32 [n] that leaves a token to compute; marks it as used now."""
         ids = self._reusable(ids)
-        path = self._walk(ids, salt)
+        path = self._to_state(self._walk(ids, salt))
         edge, count = self._partial(path, ids, salt)
         node = self._use(path)
+        if self.states is not None and node is not None and node.state is not None:
+            self.states.use(node.state)
         pages = [each.pages for each, _ in path[:-1]] + ([] if node is None else [node.pages])
         partial = None
         if edge is not None:
             first = self._cut(edge, 1)  # so that the page can be locked separately
             first.last_use = self._clock
             partial = PartialPage(first, count)
-        return Match(np.concatenate(pages) if pages else no_ints(), node, partial)
+        return Match(np.concatenate(pages) if pages else no_ints(), node, partial, None if node is None else node.state)
 
     # ---- writing
 
@@ -179,6 +198,18 @@ class RadixCache:
         self.evictable_pages += len(leaf.pages)
         self._offer(leaf)
         return known, leaf
+
+    def attach(self, ids: Int32, count: int, salt: str, state: CachedState) -> None:
+        """Cache the recurrent state after the first `count` pages of `ids`, which are cached; if there is one already, it is kept."""
+        assert self.states is not None, "the model has recurrent states"
+        path = self._walk(ids[: count * self.page_size + self.lookahead], salt)
+        assert whole_pages(path) == count > 0, "a state is cached behind cached pages"
+        node = self._cut(*path[-1])
+        if node.has_state:
+            self.states.release(state)
+        else:
+            node.state = state
+            self.states.attach(state)
 
     def lock(self, node: Node | None) -> None:
         """Protect `node` and its ancestors from eviction until `unlock` has been called as often as `lock`."""
@@ -218,7 +249,7 @@ class RadixCache:
 
     def check(self) -> None:
         """Assert the invariants by a walk over the whole tree; for tests."""
-        total = evictable = 0
+        total = evictable = states = 0
         stack = list(self._roots.values())
         assert all(root.children for root in stack), "an empty root is left over"
         while stack:
@@ -231,7 +262,11 @@ class RadixCache:
                 assert node.parent.children.get(self._key(node.tokens)) is node
                 assert node.parent.parent is None or node.parent.locks >= node.locks
                 assert node.in_heap or node.locks or node.children, "an evictable leaf that eviction cannot find"
+            states += node.has_state
         assert (total, evictable) == (self.total_pages, self.evictable_pages)
+        if self.states is not None:
+            self.states.check()
+            assert states == self.states.used
 
     # ---- internal
 
@@ -259,11 +294,20 @@ class RadixCache:
             at += count * self.page_size
         return path
 
+    def _to_state(self, path: list[tuple[Node, int]]) -> list[tuple[Node, int]]:
+        """A walked path up to the last edge with a state at its end; with a model without states, all of it."""
+        if self.states is None:
+            return path
+        ends = [i for i, (edge, count) in enumerate(path, 1) if count == len(edge.pages) and edge.has_state]
+        return path[: ends[-1]] if ends else []
+
     def _partial(self, path: list[tuple[Node, int]], ids: Int32, salt: str) -> tuple[Node | None, int]:
         """The edge and the number of reusable positions of one page after a walked path; (None, 0) if they are too few.
 
         The page is the next one on the path's last edge, or the first page of an edge below.
         """
+        if self.states is not None:  # a state inside a page is not cached
+            return None, 0
         behind = ids[whole_pages(path) * self.page_size :][: self.page_size + self.lookahead]
         if min(self.page_size - 1, len(behind) - self.lookahead) < MIN_COPIED:
             return None, 0
@@ -308,6 +352,9 @@ class RadixCache:
         """Remove up to `count` pages from the end of an evictable leaf."""
         left = max(0, len(leaf.pages) - count)
         taken = leaf.pages[left:]
+        if self.states is not None and leaf.state is not None:
+            self.states.release(leaf.state)
+            leaf.state = None
         self.total_pages -= len(taken)
         self.evictable_pages -= len(taken)
         if left:

@@ -42,6 +42,7 @@ from runtime.model_executor.parity import check_parity
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.short_prompts import SLOTS, PromptCost, ShortPrompts, prompt_forward, prompt_spec, shared_sizes, shared_spec
 from runtime.model_executor.staging import HostCopy, StagingRing
+from runtime.model_executor.state_cache import cached_states, state_unit
 from runtime.model_executor.target_model import PAGES_AT_ONCE, TargetModel
 from runtime.model_executor.verification import Verifier
 from runtime.model_executor.worker import Worker, WorkerParts
@@ -125,7 +126,8 @@ def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, de
     runner = make_runner(context, model)
     target = make_target(context, runner, spec)
     inputs = InputBuffers(context.requests, max_tokens=context.requests * spec.max_width, device=context.device)
-    runner.allocate(1, target.page_table, context.requests, spec.shape.num_draft_tokens)
+    width = spec.shape.num_draft_tokens
+    runner.allocate(1, target.page_table, context.requests, width, cached_states(context, model.state_specs))
 
     def make(spec: RunnerSpec, forward: Forward, model: ModelRunner, batches: DepthBatches, wanted: bool) -> GraphRunner:
         options = graph_options(context, model, batches.captured if wanted else (), batches.padded)
@@ -379,6 +381,7 @@ def make_limits(
 ) -> WorkerLimits:
     """The limits that the scheduler must respect. `shares_prefixes`: as in `WorkerLimits`."""
     config, model, on_gpu = context.config, target.runner.model, context.device.type == "cuda"
+    states = target.runner.states
     mixed_from = 1 if target.short_prompts is None else target.short_prompts.largest + 1
     mixed = config.scheduler.mixed_chunk and mixed_from <= context.extend_tokens
     if config.scheduler.mixed_chunk and not mixed:
@@ -402,6 +405,8 @@ def make_limits(
         piggyback_min_tokens=mixed_from,
         shares_prefixes=shares_prefixes,
         groups=config.parallel.dp_size,
+        cached_states=0 if states is None else states.cached,
+        state_unit=0 if states is None else state_unit(config.cache.page_size, states.window_width),
     )
     log.info("admission: at most %d running requests, %d KV tokens, %d tokens per prompt step", limits.max_running_requests,
              limits.max_total_tokens, limits.max_extend_tokens)  # fmt: skip

@@ -58,11 +58,14 @@ class ModelRunner:
         """Bytes of all recurrent states."""
         return 0 if self.states is None else self.states.num_bytes
 
-    def allocate(self, num_pages: int, page_table: PageTable, max_batch_size: int, max_width: int) -> None:
-        """Make the KV pool and the backend for passes of this size, and bind them to the model."""
+    def allocate(self, num_pages: int, page_table: PageTable, max_batch_size: int, max_width: int, cached_states: int = 0) -> None:
+        """Make the KV pool, the recurrent states and the backend for passes of this size, and bind them to the model.
+
+        `cached_states`: recurrent states of cached prefixes.
+        """
         self._page_table = page_table
         specs, rows = self.model.state_specs, len(page_table.pages)
-        self.states = StatePool(specs, rows, max_width, self.device) if specs else None
+        self.states = StatePool(specs, rows, max_width, self.device, cached_states) if specs else None
         self._shape = AttentionShape(
             layers=self.model.attention_specs,
             max_batch_size=max_batch_size,

@@ -134,6 +134,19 @@ class TargetModel:
         for pool in pools:
             pool.move(*slots, group=1)
 
+    def stage_states(self, batch: ScheduleBatch, rows: torch.Tensor) -> None:
+        """Restore and keep recurrent states as a step with prompt chunks asks for; rows int64 [E], from `stage_rows`. Nothing without
+        cached states.
+        """
+        states = self.runner.states
+        if states is None or not states.cached:
+            return
+        for row, slot, length in batch.restored:
+            states.restore(row, slot, length)
+        none = np.zeros(batch.num_prompts, dtype=np.int32)
+        lens, slots = (given if len(given) else none for given in (batch.kept_lens, batch.kept_slots))
+        states.keep(rows, *self.staging.upload(lens, slots.astype(np.int64)))
+
     def stage_rows(self, batch: ScheduleBatch, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Upload pages and new rows.
 

@@ -226,6 +226,8 @@ class Worker:
         self.parts.drafter.admit(batch.new_rows)
         self.eager_drafts.admit(batch.new_rows)
         self.parts.grammars.admit(batch.new_rows)
+        if batch.num_prompts:
+            target.stage_states(batch, chunk_rows)
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
         prompt_grammar = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, wanted=batch.next_tokens < 0)
         prompts, decodes, grammar = None, None, None

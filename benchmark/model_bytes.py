@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from benchmark.random_checkpoint import stored_bytes, target_of
@@ -35,6 +36,7 @@ def roof_of(folder: Path, algorithm: str | None, draft: Path | None = None, hot_
     """
     target = target_of(folder)
     own = _step_bytes(target.expected_weights(), target.config, target.attention_specs, target.config.vocab_size)
+    own = replace(own, states=sum(2 * 4 * state.num_heads * state.key_dim * state.value_dim for state in target.state_specs))
     if algorithm is None:
         return ModelRoof(own, StepBytes(0.0, None, 0.0))
     model = _draft_of(target, algorithm, draft)

@@ -23,6 +23,8 @@ TINY: dict[str, Any] = {
     **{"moe_intermediate_size": 32, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
     **{"num_experts_per_tok": 2, "experts_per_token": 2, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16},
     **{"qk_rope_head_dim": 8, "v_head_dim": 16, "num_global_key_value_heads": 1, "global_head_dim": 32},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"shared_expert_intermediate_size": 32, "full_attention_interval": 3},
     **{"draft_vocab_size": 256, "target_hidden_size": 64, "eos_token_id": 1},
 }
 """Sizes of a tiny model, for fields that its config.json has."""
@@ -100,6 +102,9 @@ CASES = {
     "llama-3-8b-awq": Case("Llama 3 8B, int4 (AWQ)", "llama-3-8b-awq", "llama-3-8b-eagle", "EAGLE", in_file=False),
     "gpt-oss-20b": Case("gpt-oss-20b, MXFP4", "gpt-oss-20b", "gpt-oss-20b-eagle3", peers="345"),
     "gpt-oss-120b": Case("gpt-oss-120b, MXFP4", "gpt-oss-120b", "gpt-oss-20b-eagle3", in_file=False),
+    "qwen3.5-35b-a3b": Case(
+        "Qwen3.5-35B-A3B, bf16", "qwen3.5-35b-a3b", algorithm="MTP", in_file=False, flags=("--context-length", "32768"),
+    ),
     "glm-4.7-flash": Case("GLM-4.7-Flash, bf16", "glm-4.7-flash", algorithm="MTP", flags=("--context-length", "8192")),
     "mimo-7b": Case("MiMo-7B, bf16, drafts from 32,000 hot tokens", "mimo-7b", algorithm="MTP", hot_tokens=32000),
     "gemma-4-31b": Case(

@@ -53,6 +53,7 @@ SCRIPTS = {
     "grammar": "Structured output",
     "moe_kernels": "Kernels of sparse layers",
     "model_matrix": "Sparse and quantised models",
+    "cached_states": "Prefixes of a model with linear attention",
     "exchanges": "Exchanges between GPUs",
 }
 """Titles of the generated pages by script."""

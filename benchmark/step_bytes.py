@@ -42,6 +42,7 @@ class StepBytes:
         first: additional bytes of the first draft pass of an iteration, which are not sharded over ranks.
         whole: the part of `fixed` that is not sharded over ranks.
         shared_kv: whether each rank reads all KV, as with latent attention.
+        states: bytes of one request's recurrent states, read and written.
     """
 
     fixed: float
@@ -53,6 +54,7 @@ class StepBytes:
     first: float = 0.0
     whole: float = 0.0
     shared_kv: bool = False
+    states: float = 0.0
 
     def of_ranks(self, size: int) -> StepBytes:
         """The bytes that `size` ranks read in total."""
@@ -63,7 +65,7 @@ class StepBytes:
         """Bytes of a pass over `tokens` of `requests` at a mean `context`."""
         sparse = self.experts.layers * self.experts.distinct(tokens) * self.experts.bytes if self.experts else 0.0
         kv = requests * (context * self.full_kv + min(context, self.window) * self.window_kv)
-        return self.fixed + sparse + kv
+        return self.fixed + sparse + kv + requests * self.states
 
 
 @dataclass(frozen=True, slots=True)

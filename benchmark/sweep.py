@@ -50,6 +50,16 @@ def random_ids(concurrency: int, input_len: int, output_len: int, num_prompts: i
     return Burst({"concurrency": concurrency, "input_len": input_len, "output_len": output_len, "num_prompts": prompts}, flags)
 
 
+def shared_prefix(shared: int, own: int, output_len: int, concurrency: int) -> Burst:
+    """A closed loop of prompts of `shared` equal random tokens, then `own` further ones; twice as many requests as run together."""
+    count = 2 * concurrency
+    sizes = {"system-prompt-len": shared, "question-len": own, "output-len": output_len, "num-groups": 1, "prompts-per-group": count}
+    flags = ["--backend", "sglang-oai", "--dataset-name", "generated-shared-prefix", "--tokenize-prompt", "--flush-cache"]
+    flags += [part for name, size in sizes.items() for part in (f"--gsp-{name}", str(size))]
+    flags += ["--num-prompts", str(count), "--max-concurrency", str(concurrency)]
+    return Burst({"concurrency": concurrency, "input_len": shared + own, "output_len": output_len, "num_prompts": count}, flags)
+
+
 def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof: ModelRoof | None = None) -> None:
     """Measure every burst on every setup.
 

@@ -20,7 +20,7 @@ from benchmark.machine import gpu
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record, Row
 from benchmark.shapes import Model
-from benchmark.sweep import Burst, Setup, arguments, names, random_ids, served_model, sweep
+from benchmark.sweep import Burst, Setup, arguments, names, random_ids, served_model, shared_prefix, sweep
 
 NAME = "workloads"
 KEYS = ("model", "mode", "workload")
@@ -49,21 +49,16 @@ def bursts(quick: bool) -> list[Burst]:
     found = [_named(title(prompt, output, c), random_ids(c, prompt, output)) for prompt, output, c in loads]
     prompt, output, c = sampled
     sampling = random_ids(c, prompt, output, None, "--temperature", "0.8", "--top-p", "0.95")
-    return [*found, _shared(*shared), _named(title(prompt, output, c, ", sampled"), sampling), _arriving(*arriving)]
+    return [
+        *found,
+        _named(title(f"{shared[0]} shared + {shared[1]}", *shared[2:]), shared_prefix(*shared)),
+        _named(title(prompt, output, c, ", sampled"), sampling),
+        _arriving(*arriving),
+    ]
 
 
 def _named(name: str, burst: Burst) -> Burst:
     return Burst({"workload": name, **burst.labels}, burst.flags)
-
-
-def _shared(shared: int, own: int, output: int, concurrency: int) -> Burst:
-    """Prompts with one prefix."""
-    sizes = {"system-prompt-len": shared, "question-len": own, "output-len": output, "num-groups": 1, "prompts-per-group": 2 * concurrency}
-    flags = ["--backend", "sglang-oai", "--dataset-name", "generated-shared-prefix", "--tokenize-prompt", "--flush-cache"]
-    flags += [part for name, size in sizes.items() for part in (f"--gsp-{name}", str(size))]
-    flags += ["--num-prompts", str(2 * concurrency), "--max-concurrency", str(concurrency)]
-    labels = {"concurrency": concurrency, "input_len": shared + own, "output_len": output, "num_prompts": 2 * concurrency}
-    return Burst({"workload": title(f"{shared} shared + {own}", output, concurrency), **labels}, flags)
 
 
 def _arriving(prompt: int, output: int, rate: float, requests: int) -> Burst:

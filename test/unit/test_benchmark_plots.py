@@ -142,6 +142,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         *(served(mode=m, workload=w) for m in ("plain", "auto") for w in ("1000 → 1000, c=1", "x")),
         *(served(mode=m, workload="8 requests/s", request_rate=8.0, p99_tpot_ms=9.0, p99_ttft_ms=90.0) for m in ("plain", "auto")),
     ],
+    "cached_states": [served(cache=cache, load=load) for cache in ("on", "off") for load in ("2000 shared + 200 → 200, c=32", "x")],
     "crossover": [served(speculation=s, text="random", concurrency=c) for s in ("off", "2.5", "real") for c in (1, 4)],
     "capture": [
         {"mode": "plain", "backend": "fa3", "ready_seconds": 9.0, "startup_seconds": {"load_weights": 2.0}, "graphs": [graph("verify")]},

@@ -19,8 +19,10 @@ BLOCK = 128
 def begin(pool: StatePool, rows: torch.Tensor, seq_lens: torch.Tensor, qo_indptr: torch.Tensor, pdl: bool) -> StatePass:
     """As `StatePool.begin`."""
     count, device = len(rows), rows.device
-    pending, kept = torch.empty((2, count), dtype=torch.int32, device=device)
-    fresh, kept_rows = torch.empty(count, dtype=torch.bool, device=device), torch.empty(count, dtype=torch.int64, device=device)
+    # One allocation each: parts of one would be aligned differently for each count, for which Triton compiles all later kernels again.
+    pending, kept, fresh, kept_rows = (
+        torch.empty(count, dtype=dtype, device=device) for dtype in (torch.int32, torch.int32, torch.bool, torch.int64)
+    )
     _begin[(triton.cdiv(count, BLOCK),)](
         rows, seq_lens, qo_indptr, pool.applied, pool.kept_lens, pool.kept_rows, pending, fresh, kept, kept_rows, count, pool.window_width,
         BLOCK=BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl),
@@ -28,7 +30,7 @@ def begin(pool: StatePool, rows: torch.Tensor, seq_lens: torch.Tensor, qo_indptr
     return StatePass(pool.layers, rows, pending, fresh, kept, kept_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "width"], do_not_specialize_on_alignment=["row_ids", "seq_lens", "indptr"])
 def _begin(
     row_ids, seq_lens, indptr, applied, kept_lens, pool_kept_rows, pending, fresh, kept, kept_rows, requests, width,
     BLOCK: tl.constexpr, PDL: tl.constexpr,

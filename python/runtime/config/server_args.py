@@ -203,7 +203,7 @@ class ServerArgs:
     schedule_conservativeness: float = _flag(SCHEDULING, 1.0, "FACTOR", bounds=(0.0, 100.0))
     """A larger factor admits requests later and causes fewer retractions."""
     max_mamba_cache_size: int | None = _flag(SCHEDULING, None, "STATES", bounds=(0, 1 << 20))
-    """Recurrent states kept for cached prefixes, if the model has such states; by default a fifth of the free memory."""
+    """Recurrent states kept for cached prefixes, if the model has such states; by default a fifth of the free memory, on a CPU of 4 GiB."""
     disable_radix_cache: bool = _flag(SCHEDULING, False)
     """Never reuse the KV cache of earlier prompts."""
     disable_overlap_schedule: bool = _flag(SCHEDULING, False)

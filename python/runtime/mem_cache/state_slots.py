@@ -14,11 +14,9 @@ class CachedState:
 
     Attributes:
         slot: its number in the state pool; `NONE` when it was dropped for another one.
-        last_use: when a request last began with it.
     """
 
     slot: int
-    last_use: int = 0
 
     @property
     def alive(self) -> bool:
@@ -36,8 +34,7 @@ class StateSlots:
     def __init__(self, count: int) -> None:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
-        self._of_prefixes: dict[int, CachedState] = {}
-        self._clock = 0
+        self._of_prefixes: dict[int, CachedState] = {}  # by slot, least recently used first
 
     @property
     def used(self) -> int:
@@ -49,18 +46,16 @@ class StateSlots:
         if not self._free:
             if not self._of_prefixes:
                 return None
-            self.release(min(self._of_prefixes.values(), key=lambda state: state.last_use))
+            self.release(next(iter(self._of_prefixes.values())))
         return CachedState(self._free.pop())
 
     def attach(self, state: CachedState) -> None:
         """The reserved `state` is that of a prefix from now on."""
         self._of_prefixes[state.slot] = state
-        self.use(state)
 
     def use(self, state: CachedState) -> None:
-        """A request begins with `state`."""
-        self._clock += 1
-        state.last_use = self._clock
+        """A request begins with `state`, that of a prefix."""
+        self._of_prefixes[state.slot] = self._of_prefixes.pop(state.slot)
 
     def release(self, state: CachedState) -> None:
         """Free the slot of `state`, if it has one: it is not needed, or its prefix was evicted."""

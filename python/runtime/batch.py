@@ -188,7 +188,6 @@ class ScheduleBatch:
         len_bounds: int32 [B]. KV length before the step: exact for prompt chunks (it equals `prefix_lens`), an upper
             bound for decode rows.
         new_rows: rows that new requests took since the last step.
-        restored: those of them that begin with cached recurrent states, which are copied before anything else in the step.
         page_rows, page_cols, page_ids: int32 [P] each. Page `page_ids[i]` holds positions from `page_cols[i] *
             page_size` of row `page_rows[i]`.
         copy_sources, copy_targets, copy_counts: int32 [C] each. Before anything else in the step, the KV in the first
@@ -199,11 +198,12 @@ class ScheduleBatch:
         token_ids: int32 [T]. Those tokens, request after request.
         next_tokens: int32 [E]. The prompt token after the chunk; -1 where the chunk ends the prompt and a token is
             sampled.
-        kept_lens, kept_slots: int32 [E] each; empty where all would be 0. After `kept_lens[i]` tokens of the request, a multiple of
-            `WorkerLimits.state_unit` after the chunk's start, chunk i leaves a copy of its recurrent state in that slot; 0: it does not.
         top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: those of the chosen token and the k most likely tokens.
         prompt_logprobs: bool [E]. Whether log-probabilities of the chunk's prompt tokens are wanted too.
         pooling: by index of the chunk: what its hidden states are reduced to.
+        restored: those of `new_rows` that begin with cached recurrent states, which are copied before anything else in the step.
+        kept_lens, kept_slots: int32 [E] each; empty where all would be 0. After `kept_lens[i]` tokens of the request, a multiple of
+            `WorkerLimits.state_unit` after the chunk's start, chunk i leaves a copy of its recurrent state in that slot; 0: it does not.
         depth: K of the decode rows, which `Worker.submit` chooses.
         widths: with `depth`, int32 [padded B - E]: tokens of each window, where they differ; empty where all have `depth` + 1.
         copied: bool [B - E]. Which decode rows currently copy their prompt, in the view of a depth controller; empty without one. Chosen by
@@ -224,7 +224,6 @@ class ScheduleBatch:
     len_bounds: Int32
     top_logprobs: Int32
     new_rows: list[RowInit] = field(default_factory=list)
-    restored: list[StateCopy] = field(default_factory=list)
     page_rows: Int32 = field(default_factory=no_ints)
     page_cols: Int32 = field(default_factory=no_ints)
     page_ids: Int32 = field(default_factory=no_ints)
@@ -235,10 +234,11 @@ class ScheduleBatch:
     extend_lens: Int32 = field(default_factory=no_ints)
     token_ids: Int32 = field(default_factory=no_ints)
     next_tokens: Int32 = field(default_factory=no_ints)
-    kept_lens: Int32 = field(default_factory=no_ints)
-    kept_slots: Int32 = field(default_factory=no_ints)
     prompt_logprobs: Flags = field(default_factory=no_flags)
     pooling: dict[int, Pooling] = field(default_factory=dict)
+    restored: list[StateCopy] = field(default_factory=list)
+    kept_lens: Int32 = field(default_factory=no_ints)
+    kept_slots: Int32 = field(default_factory=no_ints)
     depth: int = 0
     widths: Int32 = field(default_factory=no_ints)
     copied: Flags = field(default_factory=no_flags)

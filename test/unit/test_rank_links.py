@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from ipv6 import needs_ipv6
-from runtime.batch import BatchResult, RowInit, ScheduleBatch
+from runtime.batch import BatchResult, RowInit, ScheduleBatch, StateCopy
 from runtime.distributed import rank_watch, ring
 from runtime.distributed.rank_sockets import ResultPusher, ResultSocket, StepPublisher, StepSubscriber
 from runtime.distributed.rank_watch import RankBeat, RankWatch
@@ -89,6 +89,7 @@ def test_steps_arrive_as_they_were_sent() -> None:
     batch = ScheduleBatch(
         9, ints, ints + 1, ints - 1, [init], ints, ints, ints, ints[:3], ints[1:4], ints[2:],
         ints[:2], ints[:2], ints, ints[:2], np.array([True, False]),
+        restored=[StateCopy(3, 5, 64)], kept_lens=ints[1:3], kept_slots=ints[:2],
     )  # fmt: skip
     found = codec.decode(codec.encode(RunStep(batch)))
     assert isinstance(found, RunStep)
@@ -97,6 +98,7 @@ def test_steps_arrive_as_they_were_sent() -> None:
         if isinstance(its, np.ndarray):
             assert mine.dtype == its.dtype
             assert np.array_equal(mine, its)
+    assert found.batch.restored == [StateCopy(3, 5, 64)]
     (row,) = found.batch.new_rows
     assert (row.row, row.prompt_len, row.sampling, row.seed) == (3, 7, init.sampling, -(1 << 62))
     assert row.history is not None

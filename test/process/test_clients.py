@@ -25,6 +25,7 @@ from llm.default_plugins.openai_models import Chat
 from llm.parts import ToolCallPart, ToolResultPart
 
 from conftest import Embedded, serve_embedded
+from event_loop import in_event_loop
 
 HERE = Path(__file__).parent
 OTHERS = Path(sys.prefix) / "clients"
@@ -245,30 +246,27 @@ def ai_history(turns: list[dict[str, Any]]) -> list[Any]:
     return done
 
 
-def test_openai_agents(server: Embedded) -> None:
+@in_event_loop
+async def test_openai_agents(server: Embedded) -> None:
     from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
     tools = Tools()
     settings = ModelSettings(temperature=0, max_tokens=80)
-
-    async def check() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            known: Any = {"name": "a", "model": OpenAIResponsesModel(MODEL, client), "model_settings": settings}
-            structured: Any = [*script.person_turns(), user(WHO)]
-            assert isinstance((await Runner.run(Agent(**known, output_type=Person), structured)).final_output, Person)
-            agent = Agent(**known, tools=[function_tool(tool) for tool in tools.functions()])
-            assert "sunny in Paris" in (await Runner.run(agent, [*items(script.tool_turns()), user(ASK)], max_turns=3)).final_output
-            assert set(tools.calls) == CALLS
-            thought: Any = await Runner.run(Agent(**known), [*script.thought_turns(), user(CAPITAL)])  # type: ignore[list-item]
-            assert thought.new_items[0].raw_item.content[0].text == THOUGHT
-            assert thought.final_output == ANSWER
-            left = Runner.run_streamed(Agent(**{**known, "model_settings": ModelSettings(temperature=0)}), LONG)
-            async for event in left.stream_events():
-                if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
-                    left.cancel()
-
-    asyncio.run(check())
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        known: Any = {"name": "a", "model": OpenAIResponsesModel(MODEL, client), "model_settings": settings}
+        structured: Any = [*script.person_turns(), user(WHO)]
+        assert isinstance((await Runner.run(Agent(**known, output_type=Person), structured)).final_output, Person)
+        agent = Agent(**known, tools=[function_tool(tool) for tool in tools.functions()])
+        assert "sunny in Paris" in (await Runner.run(agent, [*items(script.tool_turns()), user(ASK)], max_turns=3)).final_output
+        assert set(tools.calls) == CALLS
+        thought: Any = await Runner.run(Agent(**known), [*script.thought_turns(), user(CAPITAL)])  # type: ignore[list-item]
+        assert thought.new_items[0].raw_item.content[0].text == THOUGHT
+        assert thought.final_output == ANSWER
+        left = Runner.run_streamed(Agent(**{**known, "model_settings": ModelSettings(temperature=0)}), LONG)
+        async for event in left.stream_events():
+            if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+                left.cancel()
     server.quiet()
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
+from event_loop import in_event_loop
 from fake_worker import alone, pooled
 from process.fake import CONTEXT, dummy_model, fake_limits, scheduler_command
 from runtime import Engine
@@ -185,20 +186,18 @@ def test_embeddings_and_scores_are_those_of_the_worker(engine: Engine) -> None:
     assert shares == pytest.approx([first / (first + second), second / (first + second)])
 
 
-def test_it_works_inside_a_running_loop(engine: Engine) -> None:
-    async def body() -> None:
-        whole, other = await asyncio.gather(
-            engine.async_generate(input_ids=[5, 6, 7], sampling_params=GREEDY),
-            engine.async_generate(input_ids=[8, 9], sampling_params=GREEDY),
-        )
-        assert whole["output_ids"] == expected(engine, [5, 6, 7])
-        assert other["output_ids"] == expected(engine, [8, 9])
-        assert engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)["text"] == whole["text"]  # blocking, from inside the loop
-        stream = await engine.async_generate(input_ids=[8, 9], sampling_params=GREEDY, stream=True)
-        parts = [part async for part in stream]
-        assert parts[-1]["output_ids"] == other["output_ids"]
-
-    asyncio.run(body())
+@in_event_loop
+async def test_it_works_inside_a_running_loop(engine: Engine) -> None:
+    whole, other = await asyncio.gather(
+        engine.async_generate(input_ids=[5, 6, 7], sampling_params=GREEDY),
+        engine.async_generate(input_ids=[8, 9], sampling_params=GREEDY),
+    )
+    assert whole["output_ids"] == expected(engine, [5, 6, 7])
+    assert other["output_ids"] == expected(engine, [8, 9])
+    assert engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)["text"] == whole["text"]  # blocking, from inside the loop
+    stream = await engine.async_generate(input_ids=[8, 9], sampling_params=GREEDY, stream=True)
+    parts = [part async for part in stream]
+    assert parts[-1]["output_ids"] == other["output_ids"]
 
 
 def test_threads_may_share_an_engine(engine: Engine) -> None:

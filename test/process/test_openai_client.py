@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from conftest import Embedded
+from event_loop import in_event_loop
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
@@ -39,15 +40,13 @@ def test_the_right_answer_whole_and_streamed(client: openai.OpenAI, model: str) 
     assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
 
 
-def test_the_right_answer_async_and_many_at_once(embedded: Embedded, model: str) -> None:
-    async def check() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{embedded.url}/v1", api_key="none", max_retries=0) as client:
-            asked = [client.chat.completions.create(model=model, messages=QUESTION, temperature=0) for _ in range(6)]
-            assert {(await answer).choices[0].message.content for answer in asyncio.as_completed(asked)} == {ANSWER}
-            stream = await client.chat.completions.create(model=model, messages=QUESTION, temperature=0, stream=True)
-            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == ANSWER
-
-    asyncio.run(check())
+@in_event_loop
+async def test_the_right_answer_async_and_many_at_once(embedded: Embedded, model: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{embedded.url}/v1", api_key="none", max_retries=0) as client:
+        asked = [client.chat.completions.create(model=model, messages=QUESTION, temperature=0) for _ in range(6)]
+        assert {(await answer).choices[0].message.content for answer in asyncio.as_completed(asked)} == {ANSWER}
+        stream = await client.chat.completions.create(model=model, messages=QUESTION, temperature=0, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == ANSWER
 
 
 def test_completions_with_stop_seed_n_and_logprobs(client: openai.OpenAI, model: str) -> None:

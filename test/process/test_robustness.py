@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from conftest import Embedded
+from event_loop import in_event_loop
 
 BAD: list[tuple[str, Any, int]] = [
     ("/v1/chat/completions", b"{", 400),
@@ -169,16 +170,13 @@ def test_a_mixed_storm_leaves_the_server_as_it_was(server: fake.Server) -> None:
     assert server.get("/health").status_code == 200
 
 
-def test_memory_is_freed_when_clients_leave(server: fake.Server) -> None:
+@in_event_loop
+async def test_memory_is_freed_when_clients_leave(server: fake.Server) -> None:
     quiet(server.url)
-
-    async def check() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False, verify=False) as client:
-            for _ in range(10):
-                assert await streamed(client, 400, 3) == "left"
-                quiet(server.url)
-
-    asyncio.run(check())
+    async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False, verify=False) as client:
+        for _ in range(10):
+            assert await streamed(client, 400, 3) == "left"
+            quiet(server.url)
 
 
 def test_an_answer_tells_how_its_own_decode_steps_ran(server: fake.Server) -> None:
@@ -197,17 +195,15 @@ def test_an_answer_tells_how_its_own_decode_steps_ran(server: fake.Server) -> No
     assert [after[name] - before[name] for name in names] == [5, 5, 5, 5]
 
 
-def test_bad_requests_do_no_harm_to_a_stream_beside_them(server: fake.Server) -> None:
-    async def check() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, verify=False) as client:
-            stream = asyncio.create_task(streamed(client, 300, None))
-            for which in BAD * 3:
-                await bad_request(client, which)
-            big = await client.post("/v1/completions", content=_megabytes(50))
-            assert big.status_code == 413
-            assert await stream == "streamed"
-
-    asyncio.run(check())
+@in_event_loop
+async def test_bad_requests_do_no_harm_to_a_stream_beside_them(server: fake.Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, verify=False) as client:
+        stream = asyncio.create_task(streamed(client, 300, None))
+        for which in BAD * 3:
+            await bad_request(client, which)
+        big = await client.post("/v1/completions", content=_megabytes(50))
+        assert big.status_code == 413
+        assert await stream == "streamed"
 
 
 async def _megabytes(count: int) -> AsyncIterator[bytes]:
@@ -215,42 +211,35 @@ async def _megabytes(count: int) -> AsyncIterator[bytes]:
         yield b" " * (1 << 20)
 
 
-def test_idle_connections_and_sleepy_readers_do_not_keep_others_waiting(server: fake.Server) -> None:
+@in_event_loop
+async def test_idle_connections_and_sleepy_readers_do_not_keep_others_waiting(server: fake.Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     crowd = [socket.create_connection((host, int(port)), timeout=10) for _ in range(1000)]
     body = json.dumps({"prompt": [5], "max_tokens": 500, "stream": True, "ignore_eos": True, "logprobs": 20}).encode()
     for sock in crowd[:8]:  # ask for a stream and never read it
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-
-    async def check() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False, verify=False) as client:
-            assert [await streamed(client, 50, None) for _ in range(5)] == ["streamed"] * 5
-
-    asyncio.run(check())
+    async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False, verify=False) as client:
+        assert [await streamed(client, 50, None) for _ in range(5)] == ["streamed"] * 5
     for sock in crowd:
         sock.close()
     quiet(server.url)
 
 
-def test_health_answers_while_streams_run(server: fake.Server) -> None:
-    async def check() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, verify=False) as client:
-            work = [asyncio.create_task(streamed(client, 400, None)) for _ in range(8)]
-            assert (await client.get("/health")).status_code == 200
-            assert not all(task.done() for task in work), "health did not wait for the streams"
-            assert await asyncio.gather(*work) == ["streamed"] * 8
-
-    asyncio.run(check())
+@in_event_loop
+async def test_health_answers_while_streams_run(server: fake.Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, verify=False) as client:
+        work = [asyncio.create_task(streamed(client, 400, None)) for _ in range(8)]
+        assert (await client.get("/health")).status_code == 200
+        assert not all(task.done() for task in work), "health did not wait for the streams"
+        assert await asyncio.gather(*work) == ["streamed"] * 8
 
 
-def test_large_texts_are_refused_while_health_answers(server: fake.Server) -> None:
-    async def check() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, verify=False) as client:
-            for size in (64 << 10, 1 << 20):
-                for text in ("word " * (size // 5), "x" * size, "<|im_start|>" * (size // 12), "é" * (size // 2), " " * size):
-                    answer = asyncio.create_task(client.post("/v1/completions", json={"prompt": text}))
-                    assert (await client.get("/health")).status_code == 200
-                    assert (await answer).status_code == 400  # longer than the context
-
-    asyncio.run(check())
+@in_event_loop
+async def test_large_texts_are_refused_while_health_answers(server: fake.Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, verify=False) as client:
+        for size in (64 << 10, 1 << 20):
+            for text in ("word " * (size // 5), "x" * size, "<|im_start|>" * (size // 12), "é" * (size // 2), " " * size):
+                answer = asyncio.create_task(client.post("/v1/completions", json={"prompt": text}))
+                assert (await client.get("/health")).status_code == 200
+                assert (await answer).status_code == 400  # longer than the context

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from front import ScriptedScheduler, front, until
-from test_http_server import run
 
+from event_loop import in_event_loop
 from runtime.config.flag_parser import from_fields
 from runtime.config.key_file import ApiKey, read_key_file
 from runtime.config.resolve import check
@@ -41,76 +41,70 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_each_key_has_its_own_limits(file: Path) -> None:
-    async def case() -> None:
-        scheduler = ScriptedScheduler()
-        async with front(scheduler, api_key_file=str(file)) as f:
+@in_event_loop
+async def test_each_key_has_its_own_limits(file: Path) -> None:
+    scheduler = ScriptedScheduler()
+    async with front(scheduler, api_key_file=str(file)) as f:
 
-            async def ask(key: str) -> tuple[int, str | None]:
-                answer = await f.post("/v1/completions", ASK, headers=bearer(key))
-                return answer.status_code, answer.headers.get("retry-after")
+        async def ask(key: str) -> tuple[int, str | None]:
+            answer = await f.post("/v1/completions", ASK, headers=bearer(key))
+            return answer.status_code, answer.headers.get("retry-after")
 
-            assert (await f.post("/v1/completions", ASK)).status_code == 401
-            assert await ask("sk-unknown") == (401, None)
-            assert (await f.client.get("/v1/models", headers={"x-api-key": "sk-ops"})).status_code == 200
-            assert [await ask("sk-alice") for _ in range(4)] == [(200, None)] * 3 + [(429, "20")]
-            assert (await f.client.get("/v1/models", headers=bearer("sk-alice"))).status_code == 200
-            assert [(await ask("sk-bob"))[0] for _ in range(3)] == [200, 200, 429]  # 13 tokens each
-            scheduler.hold = 0
-            running = asyncio.create_task(ask("sk-carol"))
-            await until(lambda: f.manager.open_requests == 1)
-            refused = await f.post("/v1/completions", ASK, headers=bearer("sk-carol"))
-            assert "carol has reached its limit of 1 concurrent requests" in refused.json()["error"]["message"]
-            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-            f.manager.abort(all=True)
-            assert (await running)[0] == 200
-            scheduler.hold = None
-            assert (await ask("sk-carol"))[0] == 200
-            assert scheduler.requests[0].client == "key alice"
-            assert scheduler.requests[0].max_priority == 7
-            for key, status, words in (
-                ("sk-alice", 401, "/flush_cache needs an admin key."),
-                ("sk-unknown", 401, "The API key is missing or wrong."),
-                ("sk-ops", 200, "success"),
-            ):
-                answer = await f.client.post("/flush_cache", headers=bearer(key))
-                assert (answer.status_code, words in answer.text) == (status, True)
-
-    run(case())
+        assert (await f.post("/v1/completions", ASK)).status_code == 401
+        assert await ask("sk-unknown") == (401, None)
+        assert (await f.client.get("/v1/models", headers={"x-api-key": "sk-ops"})).status_code == 200
+        assert [await ask("sk-alice") for _ in range(4)] == [(200, None)] * 3 + [(429, "20")]
+        assert (await f.client.get("/v1/models", headers=bearer("sk-alice"))).status_code == 200
+        assert [(await ask("sk-bob"))[0] for _ in range(3)] == [200, 200, 429]  # 13 tokens each
+        scheduler.hold = 0
+        running = asyncio.create_task(ask("sk-carol"))
+        await until(lambda: f.manager.open_requests == 1)
+        refused = await f.post("/v1/completions", ASK, headers=bearer("sk-carol"))
+        assert "carol has reached its limit of 1 concurrent requests" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        f.manager.abort(all=True)
+        assert (await running)[0] == 200
+        scheduler.hold = None
+        assert (await ask("sk-carol"))[0] == 200
+        assert scheduler.requests[0].client == "key alice"
+        assert scheduler.requests[0].max_priority == 7
+        for key, status, words in (
+            ("sk-alice", 401, "/flush_cache needs an admin key."),
+            ("sk-unknown", 401, "The API key is missing or wrong."),
+            ("sk-ops", 200, "success"),
+        ):
+            answer = await f.client.post("/flush_cache", headers=bearer(key))
+            assert (answer.status_code, words in answer.text) == (status, True)
 
 
-def test_sighup_reads_the_file_again(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def case() -> None:
-        async with front(api_key_file=str(file)) as f:
+@in_event_loop
+async def test_sighup_reads_the_file_again(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with front(api_key_file=str(file)) as f:
 
-            async def status(key: str) -> int:
-                return (await f.client.get("/v1/models", headers=bearer(key))).status_code
+        async def status(key: str) -> int:
+            return (await f.client.get("/v1/models", headers=bearer(key))).status_code
 
-            assert (await status("sk-alice"), await status("sk-dora")) == (200, 401)
-            file.write_text("keys: [{name: dora, key: sk-dora}]")
-            os.kill(os.getpid(), signal.SIGHUP)
-            await asyncio.sleep(0.05)
-            assert (await status("sk-alice"), await status("sk-dora")) == (401, 200)
-            file.write_text("keys: [{name: dora}]")
-            os.kill(os.getpid(), signal.SIGHUP)
-            await asyncio.sleep(0.05)
-            assert await status("sk-dora") == 200
-
-    run(case())
+        assert (await status("sk-alice"), await status("sk-dora")) == (200, 401)
+        file.write_text("keys: [{name: dora, key: sk-dora}]")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert (await status("sk-alice"), await status("sk-dora")) == (401, 200)
+        file.write_text("keys: [{name: dora}]")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert await status("sk-dora") == 200
     assert "the API keys are unchanged" in caplog.text
     assert "sk-" not in caplog.text
 
 
-def test_a_file_with_admin_keys_alone_does_not_open_the_api(file: Path) -> None:
-    async def case() -> None:
-        async with front(api_key_file=str(file)) as f:
-            assert (await f.client.get("/v1/models", headers=bearer("sk-alice"))).status_code == 200
-            file.write_text("keys: [{name: ops, key: sk-ops, admin: true}]")
-            os.kill(os.getpid(), signal.SIGHUP)
-            await asyncio.sleep(0.05)
-            assert [(await f.client.get("/v1/models", headers=given)).status_code for given in ({}, bearer("sk-ops"))] == [401, 200]
-
-    run(case())
+@in_event_loop
+async def test_a_file_with_admin_keys_alone_does_not_open_the_api(file: Path) -> None:
+    async with front(api_key_file=str(file)) as f:
+        assert (await f.client.get("/v1/models", headers=bearer("sk-alice"))).status_code == 200
+        file.write_text("keys: [{name: ops, key: sk-ops, admin: true}]")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert [(await f.client.get("/v1/models", headers=given)).status_code for given in ({}, bearer("sk-ops"))] == [401, 200]
 
 
 def test_an_unchanged_key_keeps_its_use(file: Path) -> None:

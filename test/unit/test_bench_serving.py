@@ -17,6 +17,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 
+from event_loop import in_event_loop
 from runtime.bench import backends, metrics, summary
 from runtime.bench.backends import BACKENDS, Answer, GenerationOptions, payload, send
 from runtime.bench.chat_template import chat_template
@@ -494,15 +495,13 @@ def test_empty_prompts_of_a_file_are_skipped(tmp_path: Path, vocabulary: LocalVo
         assert [r.prompt for r in make(vocabulary, dataset_name=name, dataset_path=str(tmp_path / file))] == ["the hen"]
 
 
-def test_creation_of_prompts_can_be_cancelled(vocabulary: LocalVocabulary) -> None:
-    async def cancel() -> None:
-        task = asyncio.create_task(load(DatasetOptions("random", num_prompts=50), vocabulary))
-        await asyncio.sleep(0)
-        assert task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
+@in_event_loop
+async def test_creation_of_prompts_can_be_cancelled(vocabulary: LocalVocabulary) -> None:
+    task = asyncio.create_task(load(DatasetOptions("random", num_prompts=50), vocabulary))
+    await asyncio.sleep(0)
+    assert task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, vocabulary: LocalVocabulary) -> None:

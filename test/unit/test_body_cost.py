@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from typing import Any
@@ -12,6 +11,7 @@ from front import front
 from hypothesis import given
 from hypothesis import strategies as st
 
+from event_loop import in_event_loop
 from runtime.entrypoints.http.body_cost import BodyCost
 
 JSON = st.recursive(
@@ -41,20 +41,18 @@ def test_a_body_in_any_chunks_is_counted_as_json_reads_it(value: Any, ascii_only
     assert (cost.commas, cost.colons, cost.containers, cost.bytes) == (*expected(orjson.loads(raw)), len(raw))
 
 
-def test_bodies_of_many_values_are_refused_before_they_are_parsed() -> None:
-    async def check() -> None:
-        async with front(max_parse_ms=50, max_body_mib=8) as f:
-            for raw in (
-                b"[" + b"[]," * (2 << 20) + b"[]]",
-                b'{"messages": [{"role": "user", "content": [' + b'{"type":"text","text":""},' * 200_000 + b"1]}]}",
-                b'{"prompt": [' + b"1," * (2 << 20) + b"1]}",
-                b'{"prompt": "a"' + b"".join(b',"%d":1' % i for i in range(200_000)) + b"}",
-            ):
-                answer = await f.client.post("/v1/completions", content=raw)
-                assert answer.status_code == 413
-                assert "--max-parse-ms" in answer.json()["error"]["message"]
-            text = "[{,}]" * 100_000  # in a string it is text
-            assert (await f.post("/tokenize", {"prompt": text})).status_code == 200
-            assert await f.fine()
-
-    asyncio.run(check())
+@in_event_loop
+async def test_bodies_of_many_values_are_refused_before_they_are_parsed() -> None:
+    async with front(max_parse_ms=50, max_body_mib=8) as f:
+        for raw in (
+            b"[" + b"[]," * (2 << 20) + b"[]]",
+            b'{"messages": [{"role": "user", "content": [' + b'{"type":"text","text":""},' * 200_000 + b"1]}]}",
+            b'{"prompt": [' + b"1," * (2 << 20) + b"1]}",
+            b'{"prompt": "a"' + b"".join(b',"%d":1' % i for i in range(200_000)) + b"}",
+        ):
+            answer = await f.client.post("/v1/completions", content=raw)
+            assert answer.status_code == 413
+            assert "--max-parse-ms" in answer.json()["error"]["message"]
+        text = "[{,}]" * 100_000  # in a string it is text
+        assert (await f.post("/tokenize", {"prompt": text})).status_code == 200
+        assert await f.fine()

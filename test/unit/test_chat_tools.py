@@ -12,6 +12,7 @@ from formats import text_parser
 from front import ScriptedScheduler, front
 from pydantic import TypeAdapter
 
+from event_loop import in_event_loop
 from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.entrypoints.openai.chat_updates import ChatFinish
 from runtime.entrypoints.openai.messages import Message
@@ -395,17 +396,15 @@ def test_a_model_without_thinking_reports_no_reasoning_tokens() -> None:
     assert "completion_tokens_details" not in whole["usage"]
 
 
-def test_the_official_client_streams_calls() -> None:
-    async def check() -> None:
-        async with front(ScriptedScheduler(say=lambda request: f"{THOUGHT}{CALLS}"), template=TEMPLATE, context_length=4000) as f:
-            client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{f.port}/v1", api_key="none", http_client=f.client)
-            async with client.chat.completions.stream(model="tiny", messages=HI, tools=TOOLS) as stream:  # type: ignore[arg-type]
-                events = [event.type async for event in stream]
-                final = await stream.get_final_completion()
-        assert "tool_calls.function.arguments.delta" in events
-        assert events.count("tool_calls.function.arguments.done") == 2
-        calls = final.choices[0].message.tool_calls
-        assert calls is not None
-        assert [call.function.name for call in calls] == ["weather", "clock"]
-
-    asyncio.run(check())
+@in_event_loop
+async def test_the_official_client_streams_calls() -> None:
+    async with front(ScriptedScheduler(say=lambda request: f"{THOUGHT}{CALLS}"), template=TEMPLATE, context_length=4000) as f:
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{f.port}/v1", api_key="none", http_client=f.client)
+        async with client.chat.completions.stream(model="tiny", messages=HI, tools=TOOLS) as stream:  # type: ignore[arg-type]
+            events = [event.type async for event in stream]
+            final = await stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in events
+    assert events.count("tool_calls.function.arguments.done") == 2
+    calls = final.choices[0].message.tool_calls
+    assert calls is not None
+    assert [call.function.name for call in calls] == ["weather", "clock"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import orjson
 import pytest
 from front import ScriptedScheduler, make_manager
 
+from event_loop import in_event_loop
 from runtime.entrypoints.http.body_cost import BodyCost
 from runtime.entrypoints.server.server import create_app
 from runtime.managers.messages import GenerateReq
@@ -85,7 +85,8 @@ CALLS: dict[str, Callable[[random.Random], Json]] = {
 }
 
 
-def test_no_call_costs_more_than_its_limits_before_it_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_no_call_costs_more_than_its_limits_before_it_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenised: list[int] = []
     original = bounded_encoding.encode_text
 
@@ -94,30 +95,26 @@ def test_no_call_costs_more_than_its_limits_before_it_is_admitted(monkeypatch: p
         return original(hf, piece, add_special_tokens)
 
     monkeypatch.setattr(bounded_encoding, "encode_text", counted)
-
-    async def check() -> None:
-        rng, statuses = random.Random(0), set[int]()
-        scheduler = ScriptedScheduler(say=lambda request: "a")
-        limits = {"max_queued_tokens": QUEUED, "max_logprob_cells": CELLS, "max_parse_ms": PARSE_MS, "max_body_mib": 1}
-        manager = make_manager(scheduler, **limits)
-        transport = httpx.ASGITransport(create_app(manager))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-            for case in range(CASES):
-                path = rng.choice(list(CALLS))
-                make = CALLS[path] if rng.random() < 0.95 else nested
-                body = make(rng)
-                raw = orjson.dumps(body)
-                tokenised.clear()
-                scheduler.requests.clear()
-                answer = await client.post(path, content=raw)
-                statuses.add(answer.status_code)
-                assert answer.status_code < 500, (case, path, answer.text[:200])
-                check_cost(case, path, raw, answer.status_code, tokenised, scheduler)
-            assert {200, 400, 413} <= statuses
-            assert manager.open_requests == 0
-        manager.close()
-
-    asyncio.run(check())
+    rng, statuses = random.Random(0), set[int]()
+    scheduler = ScriptedScheduler(say=lambda request: "a")
+    limits = {"max_queued_tokens": QUEUED, "max_logprob_cells": CELLS, "max_parse_ms": PARSE_MS, "max_body_mib": 1}
+    manager = make_manager(scheduler, **limits)
+    transport = httpx.ASGITransport(create_app(manager))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+        for case in range(CASES):
+            path = rng.choice(list(CALLS))
+            make = CALLS[path] if rng.random() < 0.95 else nested
+            body = make(rng)
+            raw = orjson.dumps(body)
+            tokenised.clear()
+            scheduler.requests.clear()
+            answer = await client.post(path, content=raw)
+            statuses.add(answer.status_code)
+            assert answer.status_code < 500, (case, path, answer.text[:200])
+            check_cost(case, path, raw, answer.status_code, tokenised, scheduler)
+        assert {200, 400, 413} <= statuses
+        assert manager.open_requests == 0
+    manager.close()
 
 
 def check_cost(case: int, path: str, raw: bytes, status: int, tokenised: list[int], scheduler: ScriptedScheduler) -> None:

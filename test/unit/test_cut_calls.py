@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_harmony import CALL, THOUGHT, encode, parser
 
+from event_loop import in_event_loop
 from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.managers.messages import Finish, TextOut
 from runtime.managers.telemetry.progress import Progress
@@ -276,25 +276,22 @@ def test_the_reason_says_how_a_call_was_cut(name: str, finish: Finish, reason: s
     assert update.finish.reason == reason
 
 
-def test_a_server_returns_no_markup_of_a_call_that_the_length_cuts() -> None:
+@in_event_loop
+async def test_a_server_returns_no_markup_of_a_call_that_the_length_cuts() -> None:
     call = write("glm47", [("weather", {"city": "Bonn", "days": 12345})])
     properties = {"city": {"type": "string"}, "days": {"type": "integer"}}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": properties}}}]
     template = "{% for m in messages %}{{ m.content }}{% endfor %}<arg_key>{{ tools }}"
-
-    async def check() -> None:
-        async with front(ScriptedScheduler(say=lambda request: call), template=template, context_length=4000) as f:
-            for limit in range(2, len(call), 7):
-                body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": limit}
-                choice = (await f.post("/v1/chat/completions", body)).json()["choices"][0]
-                assert choice["finish_reason"] == "length"
-                assert not choice["message"]["content"]
-                *chunks, _ = await f.events("/v1/chat/completions", {**body, "stream": True})
-                deltas = [each["delta"] for chunk in chunks for each in chunk["choices"]]
-                assert not any(delta.get("content") for delta in deltas)
-                streamed = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
-                calls = choice["message"].get("tool_calls", ())
-                assert "".join(streamed) == "".join(each["function"]["arguments"] for each in calls)
-                assert json.dumps({"city": "Bonn", "days": 12345}).startswith("".join(streamed))
-
-    asyncio.run(check())
+    async with front(ScriptedScheduler(say=lambda request: call), template=template, context_length=4000) as f:
+        for limit in range(2, len(call), 7):
+            body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": limit}
+            choice = (await f.post("/v1/chat/completions", body)).json()["choices"][0]
+            assert choice["finish_reason"] == "length"
+            assert not choice["message"]["content"]
+            *chunks, _ = await f.events("/v1/chat/completions", {**body, "stream": True})
+            deltas = [each["delta"] for chunk in chunks for each in chunk["choices"]]
+            assert not any(delta.get("content") for delta in deltas)
+            streamed = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
+            calls = choice["message"].get("tool_calls", ())
+            assert "".join(streamed) == "".join(each["function"]["arguments"] for each in calls)
+            assert json.dumps({"city": "Bonn", "days": 12345}).startswith("".join(streamed))

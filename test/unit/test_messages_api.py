@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 from front import ScriptedScheduler, front, until
 from pydantic import TypeAdapter
 
+from event_loop import in_event_loop
 from runtime.entrypoints.anthropic.conversion import chat_fields, messages
 from runtime.entrypoints.anthropic.protocol import AnthropicMessage, MessagesBody
 from runtime.entrypoints.anthropic.writer import MessageWriter
@@ -33,10 +32,6 @@ def official_forms() -> tuple[type[Any], TypeAdapter[Any]]:
     return Message, TypeAdapter(RawMessageStreamEvent)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
-
-
 def events_of(text: str) -> list[dict[str, Any]]:
     """The events of a stream; each says its type twice."""
     events = []
@@ -50,97 +45,83 @@ def events_of(text: str) -> list[dict[str, Any]]:
 # ---- answers
 
 
-def test_a_message_has_anthropics_form_and_counts() -> None:
-    async def check() -> None:
-        async with front() as f:
-            answer = (await f.post(PATH, {"max_tokens": 50, "messages": HI, "system": "s", "model": "tiny"})).json()
-            prompt = f.scheduler.requests[0].input_ids
-            assert bytes(t for t in prompt if t < 256).decode() == "system\ns\nuser\nhi\nassistant\n"
-        AnthropicMessage.model_validate(answer)
-        assert official_forms()[0].model_validate(answer).content[0].to_dict() == {"type": "text", "text": TEXT}
-        assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
-        assert answer["usage"] == {
-            "input_tokens": len(prompt) - 2,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 2,
-            "output_tokens": 13,
-        }
-
-    run(check())
+@in_event_loop
+async def test_a_message_has_anthropics_form_and_counts() -> None:
+    async with front() as f:
+        answer = (await f.post(PATH, {"max_tokens": 50, "messages": HI, "system": "s", "model": "tiny"})).json()
+        prompt = f.scheduler.requests[0].input_ids
+        assert bytes(t for t in prompt if t < 256).decode() == "system\ns\nuser\nhi\nassistant\n"
+    AnthropicMessage.model_validate(answer)
+    assert official_forms()[0].model_validate(answer).content[0].to_dict() == {"type": "text", "text": TEXT}
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+    assert answer["usage"] == {
+        "input_tokens": len(prompt) - 2,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 2,
+        "output_tokens": 13,
+    }
 
 
-def test_a_stream_has_anthropics_events_in_order() -> None:
-    async def check() -> None:
-        async with front() as f:
-            answer = await f.post(PATH, {"max_tokens": 50, "messages": HI, "stream": True})
-            events = events_of(answer.text)
-        kinds = [event["type"] for event in events]
-        assert kinds[:3] == ["message_start", "ping", "content_block_start"]
-        assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-        assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == TEXT
-        assert kinds.count("content_block_delta") > 3
-        for event in events:
-            if event["type"] != "ping":
-                official_forms()[1].validate_python(event)
-        assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-
-    run(check())
+@in_event_loop
+async def test_a_stream_has_anthropics_events_in_order() -> None:
+    async with front() as f:
+        answer = await f.post(PATH, {"max_tokens": 50, "messages": HI, "stream": True})
+        events = events_of(answer.text)
+    kinds = [event["type"] for event in events]
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == TEXT
+    assert kinds.count("content_block_delta") > 3
+    for event in events:
+        if event["type"] != "ping":
+            official_forms()[1].validate_python(event)
+    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def test_the_limit_and_the_stop_sequence_are_reasons_to_stop() -> None:
-    async def check() -> None:
-        async with front() as f:
-            answer = (await f.post(PATH, {"max_tokens": 3, "messages": HI, "stop_sequences": ["x", "y"], "top_k": 5})).json()
-            assert answer["stop_reason"] == "max_tokens"
-            sampling = f.scheduler.requests[0].sampling
-            assert (sampling.stop, sampling.top_k) == (("x", "y"), 5)
-            # Clients of large models ask for more than fits here; the context is the limit.
-            assert (await f.post(PATH, {"max_tokens": 32000, "messages": HI})).json()["stop_reason"] == "end_turn"
-        writer = MessageWriter("msg_1", "tiny", 3)
-        writer.update(ChatUpdate(0, [], [], finish=ChatFinish("stop", "y")))
-        writer.end(TokenCounts(3, 1, 0))
-        assert (writer.message["stop_reason"], writer.message["stop_sequence"]) == ("stop_sequence", "y")
-
-    run(check())
+@in_event_loop
+async def test_the_limit_and_the_stop_sequence_are_reasons_to_stop() -> None:
+    async with front() as f:
+        answer = (await f.post(PATH, {"max_tokens": 3, "messages": HI, "stop_sequences": ["x", "y"], "top_k": 5})).json()
+        assert answer["stop_reason"] == "max_tokens"
+        sampling = f.scheduler.requests[0].sampling
+        assert (sampling.stop, sampling.top_k) == (("x", "y"), 5)
+        # Clients of large models ask for more than fits here; the context is the limit.
+        assert (await f.post(PATH, {"max_tokens": 32000, "messages": HI})).json()["stop_reason"] == "end_turn"
+    writer = MessageWriter("msg_1", "tiny", 3)
+    writer.update(ChatUpdate(0, [], [], finish=ChatFinish("stop", "y")))
+    writer.end(TokenCounts(3, 1, 0))
+    assert (writer.message["stop_reason"], writer.message["stop_sequence"]) == ("stop_sequence", "y")
 
 
-def test_a_last_message_of_the_assistant_is_continued() -> None:
-    async def check() -> None:
-        async with front() as f:
-            await f.post(PATH, {"max_tokens": 3, "messages": [*HI, {"role": "assistant", "content": "We"}]})
-            assert bytes(t for t in f.scheduler.requests[0].input_ids if t < 256).decode() == "user\nhi\nassistant\nWe"
-
-    run(check())
+@in_event_loop
+async def test_a_last_message_of_the_assistant_is_continued() -> None:
+    async with front() as f:
+        await f.post(PATH, {"max_tokens": 3, "messages": [*HI, {"role": "assistant", "content": "We"}]})
+        assert bytes(t for t in f.scheduler.requests[0].input_ids if t < 256).decode() == "user\nhi\nassistant\nWe"
 
 
-def test_tokens_are_counted_without_generating() -> None:
-    async def check() -> None:
-        async with front() as f:
-            answer = (await f.post(f"{PATH}/count_tokens", {"messages": HI, "model": "tiny"})).json()
-            assert f.scheduler.requests == []
-            await f.post(PATH, {"max_tokens": 3, "messages": HI})
-            assert answer == {"input_tokens": len(f.scheduler.requests[0].input_ids)}
-
-    run(check())
+@in_event_loop
+async def test_tokens_are_counted_without_generating() -> None:
+    async with front() as f:
+        answer = (await f.post(f"{PATH}/count_tokens", {"messages": HI, "model": "tiny"})).json()
+        assert f.scheduler.requests == []
+        await f.post(PATH, {"max_tokens": 3, "messages": HI})
+        assert answer == {"input_tokens": len(f.scheduler.requests[0].input_ids)}
 
 
-def test_a_failure_in_a_stream_is_an_error_event() -> None:
-    async def check() -> None:
-        async with front(ScriptedScheduler(fail=3)) as f:
-            last = events_of((await f.post(PATH, {"max_tokens": 50, "messages": HI, "stream": True})).text)[-1]
-            assert last == {"type": "error", "error": {"type": "api_error", "message": "the forward step of this request failed"}}
-
-    run(check())
+@in_event_loop
+async def test_a_failure_in_a_stream_is_an_error_event() -> None:
+    async with front(ScriptedScheduler(fail=3)) as f:
+        last = events_of((await f.post(PATH, {"max_tokens": 50, "messages": HI, "stream": True})).text)[-1]
+        assert last == {"type": "error", "error": {"type": "api_error", "message": "the forward step of this request failed"}}
 
 
-def test_a_client_that_leaves_ends_its_message() -> None:
-    async def check() -> None:
-        async with front(ScriptedScheduler(hold=2)) as f:
-            async with f.client.stream("POST", PATH, json={"max_tokens": 50, "messages": HI, "stream": True}) as answer:
-                await answer.aiter_lines().__anext__()
-            await until(lambda: f.manager.open_requests == 0)
-
-    run(check())
+@in_event_loop
+async def test_a_client_that_leaves_ends_its_message() -> None:
+    async with front(ScriptedScheduler(hold=2)) as f:
+        async with f.client.stream("POST", PATH, json={"max_tokens": 50, "messages": HI, "stream": True}) as answer:
+            await answer.aiter_lines().__anext__()
+        await until(lambda: f.manager.open_requests == 0)
 
 
 # ---- conversions
@@ -299,59 +280,51 @@ WRONG = [
 """Bodies, and words of each refusal."""
 
 
-def test_wrong_requests_are_refused_in_anthropics_form() -> None:
-    async def check() -> None:
-        async with front() as f:
-            for body, words in WRONG:
-                answer = await f.post(PATH, body)
-                assert answer.status_code == 400, body
-                error = AnthropicError.model_validate(answer.json()).error
-                assert error.type == "invalid_request_error", body
-                assert words in error.message, body
-                assert await f.fine(), body
-
-    run(check())
+@in_event_loop
+async def test_wrong_requests_are_refused_in_anthropics_form() -> None:
+    async with front() as f:
+        for body, words in WRONG:
+            answer = await f.post(PATH, body)
+            assert answer.status_code == 400, body
+            error = AnthropicError.model_validate(answer.json()).error
+            assert error.type == "invalid_request_error", body
+            assert words in error.message, body
+            assert await f.fine(), body
 
 
-def test_other_errors_have_anthropics_form_too() -> None:
-    async def check() -> None:
-        async with front() as f:
-            answers = {
-                "not_found_error": [
-                    await f.post(PATH, {"max_tokens": 5, "messages": HI, "model": "other"}),
-                    await f.post(PATH + "/batches", {}),
-                ],
-                "permission_error": [await f.client.post(PATH, json={}, headers={"origin": "https://evil.example"})],
-                "invalid_request_error": [await f.client.get(PATH), await f.client.post(PATH, content=b"{")],
-            }
-            f.manager.health.draining = True
-            answers["overloaded_error"] = [await f.post(PATH, {"max_tokens": 5, "messages": HI})]
-        for kind, each in answers.items():
-            assert {AnthropicError.model_validate(answer.json()).error.type for answer in each} == {kind}
-
-    run(check())
+@in_event_loop
+async def test_other_errors_have_anthropics_form_too() -> None:
+    async with front() as f:
+        answers = {
+            "not_found_error": [
+                await f.post(PATH, {"max_tokens": 5, "messages": HI, "model": "other"}),
+                await f.post(PATH + "/batches", {}),
+            ],
+            "permission_error": [await f.client.post(PATH, json={}, headers={"origin": "https://evil.example"})],
+            "invalid_request_error": [await f.client.get(PATH), await f.client.post(PATH, content=b"{")],
+        }
+        f.manager.health.draining = True
+        answers["overloaded_error"] = [await f.post(PATH, {"max_tokens": 5, "messages": HI})]
+    for kind, each in answers.items():
+        assert {AnthropicError.model_validate(answer.json()).error.type for answer in each} == {kind}
 
 
-def test_an_answer_names_its_request_as_anthropics_do() -> None:
-    async def check() -> None:
-        async with front() as f:
-            for body in ({"max_tokens": 5, "messages": HI}, {}):
-                headers = (await f.post(PATH, body)).headers
-                assert headers["request-id"] == headers["x-request-id"]
-
-    run(check())
+@in_event_loop
+async def test_an_answer_names_its_request_as_anthropics_do() -> None:
+    async with front() as f:
+        for body in ({"max_tokens": 5, "messages": HI}, {}):
+            headers = (await f.post(PATH, body)).headers
+            assert headers["request-id"] == headers["x-request-id"]
 
 
-def test_the_key_may_come_as_x_api_key() -> None:
-    async def check() -> None:
-        async with front(api_key="k") as f:
-            body = {"max_tokens": 5, "messages": HI}
-            for headers, status in (({"x-api-key": "k"}, 200), ({"x-api-key": "wrong"}, 401), ({}, 401)):
-                f.client.headers.pop("authorization", None)
-                answer = await f.post(PATH, body, headers=headers)
-                assert answer.status_code == status
-                assert status == 200 or AnthropicError.model_validate(answer.json()).error.type == "authentication_error"
-            models = await f.client.get("/v1/models", headers={"x-api-key": "k"})
-            assert models.status_code == 200
-
-    run(check())
+@in_event_loop
+async def test_the_key_may_come_as_x_api_key() -> None:
+    async with front(api_key="k") as f:
+        body = {"max_tokens": 5, "messages": HI}
+        for headers, status in (({"x-api-key": "k"}, 200), ({"x-api-key": "wrong"}, 401), ({}, 401)):
+            f.client.headers.pop("authorization", None)
+            answer = await f.post(PATH, body, headers=headers)
+            assert answer.status_code == status
+            assert status == 200 or AnthropicError.model_validate(answer.json()).error.type == "authentication_error"
+        models = await f.client.get("/v1/models", headers={"x-api-key": "k"})
+        assert models.status_code == 200

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from front import ScriptedScheduler, front, make_manager
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from event_loop import in_event_loop
 from runtime.entrypoints.server.openapi import up_to
 from runtime.entrypoints.server.server import create_app
 
@@ -205,18 +205,16 @@ BODIES: list[tuple[str, bool, dict[str, Any]]] = [
 ]
 
 
-def test_the_schema_accepts_and_refuses_what_the_server_does() -> None:
-    async def check() -> None:
-        async with front() as f:
-            spec = (await f.client.get("/openapi.json")).json()
-            for path, good, body in BODIES:
-                content = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-                validator = Draft202012Validator({**content, "components": spec["components"]})
-                assert validator.is_valid(body) == good, (path, body)
-                answer = await f.client.post(path, json=body)
-                assert (answer.status_code != 400) == good, (path, body, answer.text)
-
-    asyncio.run(check())
+@in_event_loop
+async def test_the_schema_accepts_and_refuses_what_the_server_does() -> None:
+    async with front() as f:
+        spec = (await f.client.get("/openapi.json")).json()
+        for path, good, body in BODIES:
+            content = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            validator = Draft202012Validator({**content, "components": spec["components"]})
+            assert validator.is_valid(body) == good, (path, body)
+            answer = await f.client.post(path, json=body)
+            assert (answer.status_code != 400) == good, (path, body, answer.text)
 
 
 def test_numbers_in_a_pattern_end_at_the_limit() -> None:
@@ -237,12 +235,10 @@ def test_operations_with_get_and_post_list_both(spec: dict[str, Any]) -> None:
     assert not spec["paths"]["/start_profile"]["post"]["requestBody"]["required"]
 
 
-def test_both_messages_about_the_output_length_name_the_context() -> None:
-    async def check() -> None:
-        async with front() as f:
-            longest = f.manager.max_context_len
-            for tokens, bound in ((0, f"between 1 and {longest}"), (longest + 1, f"at most {longest}")):
-                answer = await f.client.post("/v1/chat/completions", json={"messages": HI, "max_tokens": tokens})
-                assert bound in answer.json()["error"]["message"]
-
-    asyncio.run(check())
+@in_event_loop
+async def test_both_messages_about_the_output_length_name_the_context() -> None:
+    async with front() as f:
+        longest = f.manager.max_context_len
+        for tokens, bound in ((0, f"between 1 and {longest}"), (longest + 1, f"at most {longest}")):
+            answer = await f.client.post("/v1/chat/completions", json={"messages": HI, "max_tokens": tokens})
+            assert bound in answer.json()["error"]["message"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
 import pytest
 from front import ScriptedScheduler, front
 
+from event_loop import in_event_loop
 from runtime.entrypoints.openai import chat, completions
 
 LARGE = {"max_tokens": 150, "ignore_eos": True}
@@ -23,21 +23,18 @@ LARGE = {"max_tokens": 150, "ignore_eos": True}
         ("/generate", {"text": "x", "return_logprob": True, "top_logprobs_num": 20, "sampling_params": {"max_new_tokens": 150}}),
     ],
 )
-def test_many_log_probabilities_are_rendered_in_a_thread(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: set[int] = set()
-
-    async def check() -> None:
-        async with front(ScriptedScheduler(say=lambda request: "y" * 150)) as f:
-            original = f.manager.tokenizer.token_text
-            monkeypatch.setattr(f.manager.tokenizer, "token_text", lambda token: threads.add(threading.get_ident()) or original(token))
-            small = {**body, "max_tokens": 1, "echo": False, "prompt": "x", "sampling_params": {"max_new_tokens": 1}}
-            assert (await f.post(path, body)).status_code == 200
-            if path == "/generate":
-                return
-            assert threads - {threading.get_ident()}
-            threads.clear()
-            assert (await f.post(path, small)).status_code == 200
-            assert threads == {threading.get_ident()}
-
-    asyncio.run(check())
+@in_event_loop
+async def test_many_log_probabilities_are_rendered_in_a_thread(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert chat.off_loop is completions.off_loop
+    threads: set[int] = set()
+    async with front(ScriptedScheduler(say=lambda request: "y" * 150)) as f:
+        original = f.manager.tokenizer.token_text
+        monkeypatch.setattr(f.manager.tokenizer, "token_text", lambda token: threads.add(threading.get_ident()) or original(token))
+        small = {**body, "max_tokens": 1, "echo": False, "prompt": "x", "sampling_params": {"max_new_tokens": 1}}
+        assert (await f.post(path, body)).status_code == 200
+        if path == "/generate":
+            return
+        assert threads - {threading.get_ident()}
+        threads.clear()
+        assert (await f.post(path, small)).status_code == 200
+        assert threads == {threading.get_ident()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tracemalloc
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from front import Front, ScriptedScheduler, front, until
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from event_loop import in_event_loop
 from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.response_chat import messages, without_oldest
@@ -26,10 +27,6 @@ from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Rea
 PATH = "/v1/responses"
 TEXT = "Hello, world"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
 
 
 def prompt_of(f: Front, index: int = -1) -> str:
@@ -53,208 +50,184 @@ async def stream(f: Front, body: dict[str, Any]) -> list[dict[str, Any]]:
 # ---- creating
 
 
-def test_a_response_has_openais_form_and_counts() -> None:
-    async def check() -> None:
-        async with front() as f:
-            body = {"input": "hi", "instructions": "be kind", "metadata": {"k": "v"}, "max_output_tokens": 50, "temperature": 0.5}
-            answer = (await f.post(PATH, body)).json()
-            assert prompt_of(f) == "<system\nbe kind>\n<user\nhi>\n<assistant\n"
-            sampling = f.scheduler.requests[0].sampling
-            assert (sampling.max_new_tokens, sampling.temperature) == (50, 0.5)
-        ResponseObject.model_validate(answer)
-        read = Response.model_validate(answer)
-        assert (read.output_text, read.status, read.metadata, read.instructions) == (TEXT, "completed", {"k": "v"}, "be kind")
-        assert answer["usage"] == {
-            "input_tokens": len("<system\nbe kind>\n<user\nhi>\n<assistant\n"),
-            "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
-            "output_tokens": 13,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": len("<system\nbe kind>\n<user\nhi>\n<assistant\n") + 13,
-        }
-
-    run(check())
+@in_event_loop
+async def test_a_response_has_openais_form_and_counts() -> None:
+    async with front() as f:
+        body = {"input": "hi", "instructions": "be kind", "metadata": {"k": "v"}, "max_output_tokens": 50, "temperature": 0.5}
+        answer = (await f.post(PATH, body)).json()
+        assert prompt_of(f) == "<system\nbe kind>\n<user\nhi>\n<assistant\n"
+        sampling = f.scheduler.requests[0].sampling
+        assert (sampling.max_new_tokens, sampling.temperature) == (50, 0.5)
+    ResponseObject.model_validate(answer)
+    read = Response.model_validate(answer)
+    assert (read.output_text, read.status, read.metadata, read.instructions) == (TEXT, "completed", {"k": "v"}, "be kind")
+    assert answer["usage"] == {
+        "input_tokens": len("<system\nbe kind>\n<user\nhi>\n<assistant\n"),
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+        "output_tokens": 13,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": len("<system\nbe kind>\n<user\nhi>\n<assistant\n") + 13,
+    }
 
 
-def test_a_cut_answer_is_incomplete() -> None:
-    async def check() -> None:
-        async with front() as f:
-            answer = (await f.post(PATH, {"input": "hi", "max_output_tokens": 5})).json()
-            assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-            assert answer["output"][0]["status"] == "incomplete"
-            assert (await stream(f, {"input": "hi", "max_output_tokens": 5}))[-1]["type"] == "response.incomplete"
-
-    run(check())
+@in_event_loop
+async def test_a_cut_answer_is_incomplete() -> None:
+    async with front() as f:
+        answer = (await f.post(PATH, {"input": "hi", "max_output_tokens": 5})).json()
+        assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert answer["output"][0]["status"] == "incomplete"
+        assert (await stream(f, {"input": "hi", "max_output_tokens": 5}))[-1]["type"] == "response.incomplete"
 
 
-def test_a_stream_tells_of_every_part_and_ends_with_the_whole() -> None:
-    async def check() -> None:
-        async with front() as f:
-            events = await stream(f, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]})
-            for event in events:
-                EVENT.validate_python(event)
-            assert [event["sequence_number"] for event in events] == list(range(len(events)))
-            kinds = [event["type"] for event in events]
-            assert kinds[:4] == [
-                "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
-            ]  # fmt: skip
-            assert kinds[-4:] == [
-                "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed"
-            ]  # fmt: skip
-            deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
-            assert "".join(deltas) == TEXT
-            assert len(deltas) > 3
-            last = events[-1]["response"]
-            assert Response.model_validate(last).output_text == TEXT
-            assert events[0]["response"]["output"] == []
-            assert (await f.client.get(f"{PATH}/{last['id']}")).json() == last
-
-    run(check())
+@in_event_loop
+async def test_a_stream_tells_of_every_part_and_ends_with_the_whole() -> None:
+    async with front() as f:
+        events = await stream(f, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]})
+        for event in events:
+            EVENT.validate_python(event)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        kinds = [event["type"] for event in events]
+        assert kinds[:4] == [
+            "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
+        ]  # fmt: skip
+        assert kinds[-4:] == [
+            "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed"
+        ]  # fmt: skip
+        deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+        assert "".join(deltas) == TEXT
+        assert len(deltas) > 3
+        last = events[-1]["response"]
+        assert Response.model_validate(last).output_text == TEXT
+        assert events[0]["response"]["output"] == []
+        assert (await f.client.get(f"{PATH}/{last['id']}")).json() == last
 
 
-def test_log_probabilities_come_with_the_text() -> None:
-    async def check() -> None:
-        async with front() as f:
-            body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 3}
-            (item,) = (await f.post(PATH, body)).json()["output"]
-            (part,) = item["content"]
-            assert [(one["token"], len(one["top_logprobs"])) for one in part["logprobs"]] == [("H", 2), ("e", 2), ("l", 2)]
-            events = await stream(f, body)
-            found = [one["token"] for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]]
-            assert found == ["H", "e", "l"]
-
-    run(check())
+@in_event_loop
+async def test_log_probabilities_come_with_the_text() -> None:
+    async with front() as f:
+        body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 3}
+        (item,) = (await f.post(PATH, body)).json()["output"]
+        (part,) = item["content"]
+        assert [(one["token"], len(one["top_logprobs"])) for one in part["logprobs"]] == [("H", 2), ("e", 2), ("l", 2)]
+        events = await stream(f, body)
+        found = [one["token"] for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]]
+        assert found == ["H", "e", "l"]
 
 
 @pytest.mark.parametrize("bursts", [False, True])
-def test_log_probabilities_are_those_of_the_text_alone(bursts: bool) -> None:
-    async def check() -> None:
-        scheduler = ScriptedScheduler(say=lambda request: "<think>\nHm.</think>\n\nYes.", bursts=bursts)
-        async with front(scheduler, reasoning_parser="qwen3") as f:
-            body = {"input": "hi", "include": ["message.output_text.logprobs"]}
-            whole = (await f.post(PATH, body)).json()["output"]
-            streamed = (await stream(f, body))[-1]["response"]["output"]
-            for output in (whole, streamed):
-                reasoning, message = (item["content"][0] for item in output)
-                assert (reasoning["text"], message["text"]) == ("Hm.", "Yes.")
-                assert [one["token"] for one in message["logprobs"]] == ["Y", "e", "s", ".", "<|im_end|>"]
-
-    run(check())
+@in_event_loop
+async def test_log_probabilities_are_those_of_the_text_alone(bursts: bool) -> None:
+    scheduler = ScriptedScheduler(say=lambda request: "<think>\nHm.</think>\n\nYes.", bursts=bursts)
+    async with front(scheduler, reasoning_parser="qwen3") as f:
+        body = {"input": "hi", "include": ["message.output_text.logprobs"]}
+        whole = (await f.post(PATH, body)).json()["output"]
+        streamed = (await stream(f, body))[-1]["response"]["output"]
+        for output in (whole, streamed):
+            reasoning, message = (item["content"][0] for item in output)
+            assert (reasoning["text"], message["text"]) == ("Hm.", "Yes.")
+            assert [one["token"] for one in message["logprobs"]] == ["Y", "e", "s", ".", "<|im_end|>"]
 
 
-def test_a_failure_in_a_stream_ends_it_with_an_error() -> None:
-    async def check() -> None:
-        async with front(ScriptedScheduler(fail=3)) as f:
-            *_, error, last = await stream(f, {"input": "hi"})
-            assert (error["type"], last["type"]) == ("error", "response.failed")
-            assert last["response"]["status"] == "failed"
-            assert error["message"] == last["response"]["error"]["message"]
-            for event in (error, last):
-                EVENT.validate_python(event)
-
-    run(check())
+@in_event_loop
+async def test_a_failure_in_a_stream_ends_it_with_an_error() -> None:
+    async with front(ScriptedScheduler(fail=3)) as f:
+        *_, error, last = await stream(f, {"input": "hi"})
+        assert (error["type"], last["type"]) == ("error", "response.failed")
+        assert last["response"]["status"] == "failed"
+        assert error["message"] == last["response"]["error"]["message"]
+        for event in (error, last):
+            EVENT.validate_python(event)
 
 
 # ---- the store
 
 
-def test_a_response_is_continued_retrieved_and_deleted() -> None:
-    async def check() -> None:
-        async with front() as f:
-            first = (await f.post(PATH, {"input": "a", "instructions": "x"})).json()
-            second = (await f.post(PATH, {"input": "b", "previous_response_id": first["id"]})).json()
-            assert prompt_of(f) == f"<user\na>\n<assistant\n{TEXT}>\n<user\nb>\n<assistant\n"
-            assert second["previous_response_id"] == first["id"]
-            one = f"{PATH}/{first['id']}"
-            assert (await f.client.get(one)).json() == first
-            assert (await f.client.delete(one)).json() == {"id": first["id"], "object": "response", "deleted": True}
-            for answer in (await f.client.get(one), await f.client.delete(one), await f.client.get(one + "/input_items")):
-                assert answer.status_code == 404
-            third = await f.post(PATH, {"input": "c", "previous_response_id": second["id"]})
-            assert third.status_code == 200
-            assert prompt_of(f).count(TEXT) == 2  # what a deleted response said is still part of the later conversation
-            lost = await f.post(PATH, {"input": "b", "previous_response_id": first["id"]})
-            assert (lost.status_code, lost.json()["error"]["code"]) == (400, "previous_response_not_found")
-
-    run(check())
+@in_event_loop
+async def test_a_response_is_continued_retrieved_and_deleted() -> None:
+    async with front() as f:
+        first = (await f.post(PATH, {"input": "a", "instructions": "x"})).json()
+        second = (await f.post(PATH, {"input": "b", "previous_response_id": first["id"]})).json()
+        assert prompt_of(f) == f"<user\na>\n<assistant\n{TEXT}>\n<user\nb>\n<assistant\n"
+        assert second["previous_response_id"] == first["id"]
+        one = f"{PATH}/{first['id']}"
+        assert (await f.client.get(one)).json() == first
+        assert (await f.client.delete(one)).json() == {"id": first["id"], "object": "response", "deleted": True}
+        for answer in (await f.client.get(one), await f.client.delete(one), await f.client.get(one + "/input_items")):
+            assert answer.status_code == 404
+        third = await f.post(PATH, {"input": "c", "previous_response_id": second["id"]})
+        assert third.status_code == 200
+        assert prompt_of(f).count(TEXT) == 2  # what a deleted response said is still part of the later conversation
+        lost = await f.post(PATH, {"input": "b", "previous_response_id": first["id"]})
+        assert (lost.status_code, lost.json()["error"]["code"]) == (400, "previous_response_not_found")
 
 
-def test_store_false_keeps_nothing() -> None:
-    async def check() -> None:
-        async with front() as f:
-            answer = (await f.post(PATH, {"input": "a", "store": False})).json()
-            assert answer["store"] is False
-            assert (await f.client.get(f"{PATH}/{answer['id']}")).status_code == 404
-
-    run(check())
+@in_event_loop
+async def test_store_false_keeps_nothing() -> None:
+    async with front() as f:
+        answer = (await f.post(PATH, {"input": "a", "store": False})).json()
+        assert answer["store"] is False
+        assert (await f.client.get(f"{PATH}/{answer['id']}")).status_code == 404
 
 
-def test_input_items_are_listed_in_pages() -> None:
-    async def check() -> None:
-        async with front() as f:
-            items = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-            one = (await f.post(PATH, {"input": items})).json()["id"]
-            path = f"{PATH}/{one}/input_items"
-            page = (await f.client.get(path, params={"limit": 2})).json()
-            assert [item["content"][0]["text"] for item in page["data"]] == ["c", "b"]
-            assert [item["content"][0]["type"] for item in page["data"]] == ["input_text", "output_text"]
-            assert page["has_more"]
-            rest = (await f.client.get(path, params={"after": page["last_id"]})).json()
-            assert ([item["content"][0]["text"] for item in rest["data"]], rest["has_more"]) == (["a"], False)
-            whole = (await f.client.get(path, params={"order": "asc"})).json()
-            assert [item["content"][0]["text"] for item in whole["data"]] == ["a", "b", "c"]
-            for query in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "x"}):
-                assert (await f.client.get(path, params=query)).status_code == 400
-            assert (await f.client.get(f"{PATH}/{one}", params={"stream": True})).status_code == 400
-
-    run(check())
+@in_event_loop
+async def test_input_items_are_listed_in_pages() -> None:
+    async with front() as f:
+        items = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        one = (await f.post(PATH, {"input": items})).json()["id"]
+        path = f"{PATH}/{one}/input_items"
+        page = (await f.client.get(path, params={"limit": 2})).json()
+        assert [item["content"][0]["text"] for item in page["data"]] == ["c", "b"]
+        assert [item["content"][0]["type"] for item in page["data"]] == ["input_text", "output_text"]
+        assert page["has_more"]
+        rest = (await f.client.get(path, params={"after": page["last_id"]})).json()
+        assert ([item["content"][0]["text"] for item in rest["data"]], rest["has_more"]) == (["a"], False)
+        whole = (await f.client.get(path, params={"order": "asc"})).json()
+        assert [item["content"][0]["text"] for item in whole["data"]] == ["a", "b", "c"]
+        for query in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "x"}):
+            assert (await f.client.get(path, params=query)).status_code == 400
+        assert (await f.client.get(f"{PATH}/{one}", params={"stream": True})).status_code == 400
 
 
-def test_a_running_response_can_be_cancelled() -> None:
-    async def check() -> None:
-        async with front(ScriptedScheduler(hold=4)) as f:
-            asking = asyncio.create_task(f.post(PATH, {"input": "a"}))
-            streaming = asyncio.create_task(stream(f, {"input": "b"}))
-            await until(lambda: len(f.scheduler.requests) == 2)
-            f.manager.abort(all=True)
-            answer = (await asking).json()
-            assert answer["status"] == "cancelled"
-            last = (await streaming)[-1]
-            assert (last["type"], last["response"]["status"]) == ("response.incomplete", "cancelled")
-            assert (await f.post(f"{PATH}/{answer['id']}/cancel")).json() == answer, "cancelling twice changes nothing"
-            assert (await f.post(f"{PATH}/resp_x/cancel")).status_code == 404
-
-    run(check())
+@in_event_loop
+async def test_a_running_response_can_be_cancelled() -> None:
+    async with front(ScriptedScheduler(hold=4)) as f:
+        asking = asyncio.create_task(f.post(PATH, {"input": "a"}))
+        streaming = asyncio.create_task(stream(f, {"input": "b"}))
+        await until(lambda: len(f.scheduler.requests) == 2)
+        f.manager.abort(all=True)
+        answer = (await asking).json()
+        assert answer["status"] == "cancelled"
+        last = (await streaming)[-1]
+        assert (last["type"], last["response"]["status"]) == ("response.incomplete", "cancelled")
+        assert (await f.post(f"{PATH}/{answer['id']}/cancel")).json() == answer, "cancelling twice changes nothing"
+        assert (await f.post(f"{PATH}/resp_x/cancel")).status_code == 404
 
 
-def test_cancel_ends_a_stream_by_its_id() -> None:
-    async def check() -> None:
-        async with (
-            front(ScriptedScheduler(hold=4)) as f,
-            f.client.stream("POST", PATH, json={"input": "a", "stream": True}) as answer,
-        ):
-            lines = answer.aiter_lines()
-            name = None
-            async for line in lines:
-                if line.startswith("data: ") and name is None:
-                    name = json.loads(line.removeprefix("data: "))["response"]["id"]
-                    assert (await f.client.get(f"{PATH}/{name}")).json()["status"] == "in_progress"
-                    assert (await f.post(f"{PATH}/{name}/cancel")).json()["status"] == "cancelled"
-            assert f.scheduler.aborted
-            assert (await f.client.get(f"{PATH}/{name}")).json()["status"] == "cancelled"
-
-    run(check())
+@in_event_loop
+async def test_cancel_ends_a_stream_by_its_id() -> None:
+    async with (
+        front(ScriptedScheduler(hold=4)) as f,
+        f.client.stream("POST", PATH, json={"input": "a", "stream": True}) as answer,
+    ):
+        lines = answer.aiter_lines()
+        name = None
+        async for line in lines:
+            if line.startswith("data: ") and name is None:
+                name = json.loads(line.removeprefix("data: "))["response"]["id"]
+                assert (await f.client.get(f"{PATH}/{name}")).json()["status"] == "in_progress"
+                assert (await f.post(f"{PATH}/{name}/cancel")).json()["status"] == "cancelled"
+        assert f.scheduler.aborted
+        assert (await f.client.get(f"{PATH}/{name}")).json()["status"] == "cancelled"
 
 
-def test_a_client_that_leaves_leaves_nothing_behind() -> None:
-    async def check() -> None:
-        async with front(ScriptedScheduler(hold=2)) as f:
-            async with f.client.stream("POST", PATH, json={"input": "a", "stream": True}) as answer:
-                data = next(line for line in [line async for line in _until_data(answer)])
-                name = json.loads(data.removeprefix("data: "))["response"]["id"]
-            await until(lambda: f.manager.open_requests == 0)
-            assert (await f.client.get(f"{PATH}/{name}")).status_code == 404
-
-    run(check())
+@in_event_loop
+async def test_a_client_that_leaves_leaves_nothing_behind() -> None:
+    async with front(ScriptedScheduler(hold=2)) as f:
+        async with f.client.stream("POST", PATH, json={"input": "a", "stream": True}) as answer:
+            data = next(line for line in [line async for line in _until_data(answer)])
+            name = json.loads(data.removeprefix("data: "))["response"]["id"]
+        await until(lambda: f.manager.open_requests == 0)
+        assert (await f.client.get(f"{PATH}/{name}")).status_code == 404
 
 
 async def _until_data(answer: Any) -> AsyncIterator[str]:
@@ -297,19 +270,17 @@ def test_the_store_counts_the_memory_of_many_small_items() -> None:
     assert size_of({"output": []}, given) >= held
 
 
-def test_a_fault_in_a_stream_fails_the_response_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_a_fault_in_a_stream_fails_the_response_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: object, update: object) -> None:
         raise RuntimeError("a secret")
 
-    async def check() -> None:
-        async with front() as f:
-            monkeypatch.setattr(AnswerReader, "read", broken)
-            answer = await f.post(PATH, {"input": "hi", "stream": True})
-            assert "event: response.failed" in answer.text
-            assert "secret" not in answer.text
-            await until(lambda: f.manager.open_requests == 0)
-
-    run(check())
+    async with front() as f:
+        monkeypatch.setattr(AnswerReader, "read", broken)
+        answer = await f.post(PATH, {"input": "hi", "stream": True})
+        assert "event: response.failed" in answer.text
+        assert "secret" not in answer.text
+        await until(lambda: f.manager.open_requests == 0)
 
 
 # ---- conversions
@@ -357,23 +328,21 @@ def test_dropping_the_oldest_items_keeps_system_messages_and_whole_calls() -> No
     assert [item.content for item in without_oldest(items, 2)] == ["s", "b"]
 
 
-def test_truncation_auto_drops_just_enough_of_the_oldest_items() -> None:
-    async def check() -> None:
-        async with front() as f:
-            items = [{"role": "user", "content": str(i) * 60} for i in range(6)]
-            assert (await f.post(PATH, {"input": items})).json()["error"]["param"] == "input"
-            answer = await f.post(PATH, {"input": items, "instructions": "I", "truncation": "auto"})
-            assert answer.status_code == 200
-            assert prompt_of(f) == "<system\nI>\n" + "".join(f"<user\n{str(i) * 60}>\n" for i in (3, 4, 5)) + "<assistant\n"
-            far_too_long = [items[0], {"role": "user", "content": "x" * 20000}, *items[1:4]]
-            assert (await f.post(PATH, {"input": far_too_long, "truncation": "auto"})).status_code == 200
-            assert prompt_of(f) == "".join(f"<user\n{str(i) * 60}>\n" for i in (1, 2, 3)) + "<assistant\n"
-            long = [{"role": "system", "content": "s"}, {"role": "user", "content": "x" * 300}]
-            for given in (long, long[1:], [*items[:2], long[1]]):
-                alone = await f.post(PATH, {"input": given, "truncation": "auto"})
-                assert (alone.status_code, alone.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-    run(check())
+@in_event_loop
+async def test_truncation_auto_drops_just_enough_of_the_oldest_items() -> None:
+    async with front() as f:
+        items = [{"role": "user", "content": str(i) * 60} for i in range(6)]
+        assert (await f.post(PATH, {"input": items})).json()["error"]["param"] == "input"
+        answer = await f.post(PATH, {"input": items, "instructions": "I", "truncation": "auto"})
+        assert answer.status_code == 200
+        assert prompt_of(f) == "<system\nI>\n" + "".join(f"<user\n{str(i) * 60}>\n" for i in (3, 4, 5)) + "<assistant\n"
+        far_too_long = [items[0], {"role": "user", "content": "x" * 20000}, *items[1:4]]
+        assert (await f.post(PATH, {"input": far_too_long, "truncation": "auto"})).status_code == 200
+        assert prompt_of(f) == "".join(f"<user\n{str(i) * 60}>\n" for i in (1, 2, 3)) + "<assistant\n"
+        long = [{"role": "system", "content": "s"}, {"role": "user", "content": "x" * 300}]
+        for given in (long, long[1:], [*items[:2], long[1]]):
+            alone = await f.post(PATH, {"input": given, "truncation": "auto"})
+            assert (alone.status_code, alone.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def write(*deltas: Delta, reason: Any = "stop") -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -476,13 +445,11 @@ WRONG = [
 """Bodies, and the field that each refusal names."""
 
 
-def test_wrong_requests_are_refused_by_field() -> None:
-    async def check() -> None:
-        async with front() as f:
-            for body, param in WRONG:
-                answer = await f.post(PATH, body)
-                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
-                assert "messages must" not in answer.text, "that is the name in chat completions"
-                assert await f.fine(), body
-
-    run(check())
+@in_event_loop
+async def test_wrong_requests_are_refused_by_field() -> None:
+    async with front() as f:
+        for body, param in WRONG:
+            answer = await f.post(PATH, body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
+            assert "messages must" not in answer.text, "that is the name in chat completions"
+            assert await f.fine(), body

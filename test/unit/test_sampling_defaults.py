@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from front import ScriptedScheduler, front
-from test_http_server import run
 
+from event_loop import in_event_loop
 from runtime.config.flag_parser import from_fields
 from runtime.config.resolve import check
 from runtime.entrypoints import prepare
@@ -33,41 +33,35 @@ async def sampled(path: str, body: dict[str, Any], **config: object) -> Sampling
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "x"})])
-def test_openai_requests_take_the_models_defaults(path: str, body: dict[str, Any]) -> None:
-    async def case() -> None:
-        left_out = await sampled(path, body, default_sampling_params=MODEL)
-        assert (left_out.temperature, left_out.top_p, left_out.top_k, left_out.repetition_penalty) == (0.2, 0.9, 20, 1.1)
-        given = await sampled(path, {**body, "temperature": 1.0, "top_k": -1, "top_p": None}, default_sampling_params=MODEL)
-        assert (given.temperature, given.top_p, given.top_k) == (1.0, 0.9, -1)
-        assert (await sampled(path, body)).temperature == 1.0
-
-    run(case())
+@in_event_loop
+async def test_openai_requests_take_the_models_defaults(path: str, body: dict[str, Any]) -> None:
+    left_out = await sampled(path, body, default_sampling_params=MODEL)
+    assert (left_out.temperature, left_out.top_p, left_out.top_k, left_out.repetition_penalty) == (0.2, 0.9, 20, 1.1)
+    given = await sampled(path, {**body, "temperature": 1.0, "top_k": -1, "top_p": None}, default_sampling_params=MODEL)
+    assert (given.temperature, given.top_p, given.top_k) == (1.0, 0.9, -1)
+    assert (await sampled(path, body)).temperature == 1.0
 
 
-def test_native_requests_take_only_the_preferred_parameters() -> None:
-    async def case() -> None:
-        config = {"default_sampling_params": PREFERRED.over(MODEL), "preferred_sampling_params": PREFERRED}
-        sampling = await sampled("/generate", {"text": "x"}, **config)
-        assert (sampling.temperature, sampling.top_p) == (0.5, 1.0)
-        assert (await sampled("/generate", {"text": "x", "sampling_params": {"temperature": 0.0}}, **config)).temperature == 0.0
-
-    run(case())
+@in_event_loop
+async def test_native_requests_take_only_the_preferred_parameters() -> None:
+    config = {"default_sampling_params": PREFERRED.over(MODEL), "preferred_sampling_params": PREFERRED}
+    sampling = await sampled("/generate", {"text": "x"}, **config)
+    assert (sampling.temperature, sampling.top_p) == (0.5, 1.0)
+    assert (await sampled("/generate", {"text": "x", "sampling_params": {"temperature": 0.0}}, **config)).temperature == 0.0
     (body,), _ = read_call({"prompt": "a", "sampling_params": [{"top_k": 3, "top_p": None}]})
     assert native_call(body, PREFERRED).sampling == [SamplingParams(temperature=0.5, top_k=3)]
 
 
-def test_the_defaults_are_shown() -> None:
-    async def case() -> None:
-        async with front(default_sampling_params=MODEL, preferred_sampling_params=PREFERRED) as f:
-            info = (await f.client.get("/get_model_info")).json()
-            card = (await f.client.get("/v1/models")).json()["data"][0]
-            assert info["default_sampling_params"] == card["default_sampling_params"] == MODEL.complete()
-            assert MODEL.complete()["min_p"] == 0.0
-            assert info["preferred_sampling_params"] == {"temperature": 0.5}
-        async with front() as f:
-            assert (await f.client.get("/get_model_info")).json()["preferred_sampling_params"] is None
-
-    run(case())
+@in_event_loop
+async def test_the_defaults_are_shown() -> None:
+    async with front(default_sampling_params=MODEL, preferred_sampling_params=PREFERRED) as f:
+        info = (await f.client.get("/get_model_info")).json()
+        card = (await f.client.get("/v1/models")).json()["data"][0]
+        assert info["default_sampling_params"] == card["default_sampling_params"] == MODEL.complete()
+        assert MODEL.complete()["min_p"] == 0.0
+        assert info["preferred_sampling_params"] == {"temperature": 0.5}
+    async with front() as f:
+        assert (await f.client.get("/get_model_info")).json()["preferred_sampling_params"] is None
 
 
 def test_generation_config_is_read_and_checked(tmp_path: Path) -> None:
@@ -95,7 +89,8 @@ def test_bad_preferred_parameters_are_refused(text: str, words: str) -> None:
         check(from_fields({"preferred_sampling_params": text}))
 
 
-def test_details_of_drafts_and_of_the_cache_come_when_asked_for() -> None:
+@in_event_loop
+async def test_details_of_drafts_and_of_the_cache_come_when_asked_for() -> None:
     spec = {
         "spec_accept_rate": 8 / 12, "spec_accept_length": 3.0, "spec_accept_rate_by_position": [1.0, 0.75, 0.25],
         "spec_num_correct_drafts": 8, "spec_num_proposed_drafts": 12,
@@ -106,24 +101,20 @@ def test_details_of_drafts_and_of_the_cache_come_when_asked_for() -> None:
         "accept_rate_by_position": [1.0, 0.75, 0.25], "mean_depth": 3.0,
     }  # fmt: skip
     asked = {"return_cached_tokens_details": True, "return_spec_tokens_details": True}
-
-    async def case() -> None:
-        async with front() as f:
-            for path, body in (("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "x"})):
-                whole = (await f.post(path, {**body, **asked})).json()
-                assert whole["sglext"] == {"cached_tokens_details": {"device": 2, "host": 0}, "spec_tokens_details": spec}
-                chunk = (await f.events(path, {**body, **asked, "stream": True}))[-2]
-                assert chunk["choices"] == []
-                assert chunk["sglext"] == whole["sglext"]
-                live = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True}
-                text = [one for one in await f.events(path, {**body, **asked, **live}) if one != "[DONE]" and one["choices"]]
-                assert text[-1]["sglext"] == whole["sglext"]
-                two = (await f.post(path, {**body, "n": 2, "return_spec_tokens_details": True})).json()
-                assert two["sglext"] == {"spec_tokens_details": [spec, spec]}
-                assert text[-1]["usage"]["speculative"] == whole["usage"]["speculative"] == usage
-                assert two["usage"]["speculative"] == {**usage, "verify_steps": 8, "drafted_tokens": 24, "accepted_tokens": 16}
-                quiet = (await f.post(path, body)).json()
-                assert "sglext" not in quiet
-                assert "speculative" not in quiet["usage"]
-
-    run(case())
+    async with front() as f:
+        for path, body in (("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "x"})):
+            whole = (await f.post(path, {**body, **asked})).json()
+            assert whole["sglext"] == {"cached_tokens_details": {"device": 2, "host": 0}, "spec_tokens_details": spec}
+            chunk = (await f.events(path, {**body, **asked, "stream": True}))[-2]
+            assert chunk["choices"] == []
+            assert chunk["sglext"] == whole["sglext"]
+            live = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True}
+            text = [one for one in await f.events(path, {**body, **asked, **live}) if one != "[DONE]" and one["choices"]]
+            assert text[-1]["sglext"] == whole["sglext"]
+            two = (await f.post(path, {**body, "n": 2, "return_spec_tokens_details": True})).json()
+            assert two["sglext"] == {"spec_tokens_details": [spec, spec]}
+            assert text[-1]["usage"]["speculative"] == whole["usage"]["speculative"] == usage
+            assert two["usage"]["speculative"] == {**usage, "verify_steps": 8, "drafted_tokens": 24, "accepted_tokens": 16}
+            quiet = (await f.post(path, body)).json()
+            assert "sglext" not in quiet
+            assert "speculative" not in quiet["usage"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from front import ScriptedScheduler, front, until
 
+from event_loop import in_event_loop
 from runtime.entrypoints import generations
 from runtime.entrypoints.http.body_schema import read_body
 from runtime.entrypoints.native.protocol import GenerateBody
@@ -183,42 +184,35 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refused_grammar_is_the_fault_of_its_field(stream: bool) -> None:
-    async def check() -> None:
-        async with front(ScriptedScheduler(refuse="Say why."), context_length=2000) as f:
-            for path, fields, named in REFUSED:
-                chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5} if path in (CHAT, "/v1/messages") else {}
-                answer = await f.post(path, {**chat, **fields, "stream": stream})
-                assert answer.status_code == 400, (path, fields)
-                assert f"The {named} cannot be used: Say why." in answer.text, (path, fields)
-                assert path == "/v1/messages" or answer.json()["error"]["param"] == named, (path, fields)
-
-    asyncio.run(check())
+@in_event_loop
+async def test_a_refused_grammar_is_the_fault_of_its_field(stream: bool) -> None:
+    async with front(ScriptedScheduler(refuse="Say why."), context_length=2000) as f:
+        for path, fields, named in REFUSED:
+            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5} if path in (CHAT, "/v1/messages") else {}
+            answer = await f.post(path, {**chat, **fields, "stream": stream})
+            assert answer.status_code == 400, (path, fields)
+            assert f"The {named} cannot be used: Say why." in answer.text, (path, fields)
+            assert path == "/v1/messages" or answer.json()["error"]["param"] == named, (path, fields)
 
 
-def test_a_stream_waits_a_limited_time_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_a_stream_waits_a_limited_time_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generations, "REPLY_SECONDS", 0.05)
-
-    async def check() -> None:
-        async with front(ScriptedScheduler(hold=0)) as f:
-            asked = asyncio.create_task(f.post("/v1/completions", {"prompt": "x", "regex": "a", "stream": True}))
-            await asyncio.sleep(0.2)
-            await f.post("/abort_request", {"abort_all": True})
-            answer = await asked
-            assert (answer.status_code, answer.text.count("[DONE]")) == (200, 1)
-
-    asyncio.run(check())
+    async with front(ScriptedScheduler(hold=0)) as f:
+        asked = asyncio.create_task(f.post("/v1/completions", {"prompt": "x", "regex": "a", "stream": True}))
+        await asyncio.sleep(0.2)
+        await f.post("/abort_request", {"abort_all": True})
+        answer = await asked
+        assert (answer.status_code, answer.text.count("[DONE]")) == (200, 1)
 
 
-def test_a_client_that_leaves_before_its_grammar_is_ready_aborts_the_request() -> None:
-    async def check() -> None:
-        async with front(ScriptedScheduler(hold=0)) as f:
-            asked = asyncio.create_task(f.post("/v1/completions", {"prompt": "x", "regex": "a", "stream": True}))
-            await until(lambda: f.manager.open_requests == 1)
-            asked.cancel()
-            await until(lambda: f.manager.open_requests == 0)
-
-    asyncio.run(check())
+@in_event_loop
+async def test_a_client_that_leaves_before_its_grammar_is_ready_aborts_the_request() -> None:
+    async with front(ScriptedScheduler(hold=0)) as f:
+        asked = asyncio.create_task(f.post("/v1/completions", {"prompt": "x", "regex": "a", "stream": True}))
+        await until(lambda: f.manager.open_requests == 1)
+        asked.cancel()
+        await until(lambda: f.manager.open_requests == 0)
 
 
 def test_a_choice_is_matched_as_it_is_written() -> None:

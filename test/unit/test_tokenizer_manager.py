@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from event_loop import in_event_loop
 from runtime.batch import WorkerLimits
 from runtime.config.machine import MachineFacts
 from runtime.config.model_facts import ModelFacts
@@ -156,57 +156,51 @@ class Desk:
 
 
 LENGTH = Finish(reason="length")
-
-
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 10.0))  # type: ignore[arg-type]
+pytestmark = pytest.mark.timeout(10)
 
 
 async def collect(generation: Generation) -> list[TextOut]:
     return [update async for update in generation]
 
 
-def test_a_request_is_sent_and_its_updates_arrive_in_order() -> None:
-    async def body() -> None:
-        desk = Desk()
-        options = RequestOptions(stream=True, priority=2, cache_salt="s")
-        generation = await desk.manager.generate("abc", SamplingParams(max_new_tokens=5), options)
-        (request,) = desk.requests
-        assert request.input_ids == generation.prompt_ids == [1, 97, 98, 99]
-        assert (request.stream, request.priority, request.cache_salt, request.top_logprobs) == (True, 2, "s", -1)
-        desk.reply(request.rid, "he")
-        desk.reply(request.rid, "llo", 3, LENGTH)
-        updates = await collect(generation)
-        assert "".join(update.text for update in updates) == "hello"
-        assert updates[-1].finish == LENGTH
-        assert desk.manager.open_requests == 0
-        assert desk.aborted == []
-
-    run(body)
+@in_event_loop
+async def test_a_request_is_sent_and_its_updates_arrive_in_order() -> None:
+    desk = Desk()
+    options = RequestOptions(stream=True, priority=2, cache_salt="s")
+    generation = await desk.manager.generate("abc", SamplingParams(max_new_tokens=5), options)
+    (request,) = desk.requests
+    assert request.input_ids == generation.prompt_ids == [1, 97, 98, 99]
+    assert (request.stream, request.priority, request.cache_salt, request.top_logprobs) == (True, 2, "s", -1)
+    desk.reply(request.rid, "he")
+    desk.reply(request.rid, "llo", 3, LENGTH)
+    updates = await collect(generation)
+    assert "".join(update.text for update in updates) == "hello"
+    assert updates[-1].finish == LENGTH
+    assert desk.manager.open_requests == 0
+    assert desk.aborted == []
 
 
-def test_n_choices_are_n_requests_with_their_own_seeds_and_indices() -> None:
-    async def body() -> None:
-        desk = Desk()
-        generation = await desk.manager.generate([1, 2], SamplingParams(seed=7), RequestOptions(n=3))
-        seeds = [request.seed for request in desk.requests]
-        assert seeds[0] == 7
-        assert len(set(seeds)) == 3
-        for request in reversed(desk.requests):
-            desk.reply(request.rid, finish=LENGTH)
-        assert sorted(update.index for update in await collect(generation)) == [0, 1, 2]
-
-    run(body)
+@in_event_loop
+async def test_n_choices_are_n_requests_with_their_own_seeds_and_indices() -> None:
+    desk = Desk()
+    generation = await desk.manager.generate([1, 2], SamplingParams(seed=7), RequestOptions(n=3))
+    seeds = [request.seed for request in desk.requests]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+    for request in reversed(desk.requests):
+        desk.reply(request.rid, finish=LENGTH)
+    assert sorted(update.index for update in await collect(generation)) == [0, 1, 2]
 
 
-def test_drawn_seeds_differ_and_repeat_with_the_server_seed() -> None:
+@in_event_loop
+async def test_drawn_seeds_differ_and_repeat_with_the_server_seed() -> None:
     async def seeds() -> list[int]:
         desk = Desk(random_seed=3)
         for _ in range(3):
             await desk.manager.generate([1], SamplingParams())
         return [request.seed for request in desk.requests]
 
-    first, second = asyncio.run(seeds()), asyncio.run(seeds())
+    first, second = await seeds(), await seeds()
     assert first == second
     assert len(set(first)) == 3
     assert all(0 <= seed < 1 << 63 for seed in first)
@@ -228,414 +222,364 @@ def test_drawn_seeds_differ_and_repeat_with_the_server_seed() -> None:
         ([1], {}, {"pooling": Pooling(kind="labels", label_ids=(0, VOCAB))}, "label_token_ids"),
     ],
 )
-def test_a_value_that_the_model_cannot_take_is_refused_by_name_and_nothing_is_sent(
+@in_event_loop
+async def test_a_value_that_the_model_cannot_take_is_refused_by_name_and_nothing_is_sent(
     prompt: list[int], sampling: dict[str, Any], options: dict[str, Any], field: str
 ) -> None:
-    async def body() -> None:
-        desk = Desk()
-        with pytest.raises(InvalidField) as caught:
-            await desk.manager.generate(prompt, SamplingParams(**{"max_new_tokens": 4, **sampling}), RequestOptions(**options))
-        assert caught.value.param == field
-        assert desk.sent == []
-        assert desk.manager.open_requests == 0
-
-    run(body)
+    desk = Desk()
+    with pytest.raises(InvalidField) as caught:
+        await desk.manager.generate(prompt, SamplingParams(**{"max_new_tokens": 4, **sampling}), RequestOptions(**options))
+    assert caught.value.param == field
+    assert desk.sent == []
+    assert desk.manager.open_requests == 0
 
 
-def test_a_prompt_must_leave_room_for_one_token() -> None:
-    async def body() -> None:
-        desk = Desk()
-        with pytest.raises(ContextTooLong, match=str(CONTEXT - 1)):
-            await desk.manager.generate([1] * CONTEXT, SamplingParams())
-        await desk.manager.generate([1] * (CONTEXT - 1), SamplingParams(max_new_tokens=1))
-
-    run(body)
+@in_event_loop
+async def test_a_prompt_must_leave_room_for_one_token() -> None:
+    desk = Desk()
+    with pytest.raises(ContextTooLong, match=str(CONTEXT - 1)):
+        await desk.manager.generate([1] * CONTEXT, SamplingParams())
+    await desk.manager.generate([1] * (CONTEXT - 1), SamplingParams(max_new_tokens=1))
 
 
-def test_lengths_are_cut_to_the_room_that_the_context_leaves() -> None:
-    async def body() -> None:
-        desk = Desk()
-        await desk.manager.generate([1] * (CONTEXT - 4), SamplingParams(max_new_tokens=10, min_new_tokens=8))
-        await desk.manager.generate([1] * 10, SamplingParams(max_new_tokens=1 << 30), RequestOptions(fill_context=True))
-        lengths = [(request.sampling.max_new_tokens, request.sampling.min_new_tokens) for request in desk.requests]
-        assert lengths == [(4, 4), (CONTEXT - 10, 0)]
-
-    run(body)
+@in_event_loop
+async def test_lengths_are_cut_to_the_room_that_the_context_leaves() -> None:
+    desk = Desk()
+    await desk.manager.generate([1] * (CONTEXT - 4), SamplingParams(max_new_tokens=10, min_new_tokens=8))
+    await desk.manager.generate([1] * 10, SamplingParams(max_new_tokens=1 << 30), RequestOptions(fill_context=True))
+    lengths = [(request.sampling.max_new_tokens, request.sampling.min_new_tokens) for request in desk.requests]
+    assert lengths == [(4, 4), (CONTEXT - 10, 0)]
 
 
-def test_requests_are_cut_to_a_kv_cache_smaller_than_the_context() -> None:
-    async def body() -> None:
-        desk = Desk(slots=64)
-        for prompt_len in (1, 40, 64):
-            await desk.manager.generate([1] * prompt_len, SamplingParams(), RequestOptions(fill_context=True))
-            await desk.manager.generate([1] * prompt_len, SamplingParams(max_new_tokens=50))
-        for request in desk.requests:
-            check_memory(request, desk.manager.limits)  # the scheduler agrees that it fits
-        filling = desk.requests[::2]
-        assert [len(r.input_ids) + r.sampling.max_new_tokens for r in filling] == [65, 65, 65]
-        with pytest.raises(ContextTooLong, match="64"):
-            await desk.manager.generate([1] * 65, SamplingParams())
-        with pytest.raises(InvalidField, match="65"):
-            await desk.manager.generate([1], SamplingParams(max_new_tokens=66))
-
-    run(body)
+@in_event_loop
+async def test_requests_are_cut_to_a_kv_cache_smaller_than_the_context() -> None:
+    desk = Desk(slots=64)
+    for prompt_len in (1, 40, 64):
+        await desk.manager.generate([1] * prompt_len, SamplingParams(), RequestOptions(fill_context=True))
+        await desk.manager.generate([1] * prompt_len, SamplingParams(max_new_tokens=50))
+    for request in desk.requests:
+        check_memory(request, desk.manager.limits)  # the scheduler agrees that it fits
+    filling = desk.requests[::2]
+    assert [len(r.input_ids) + r.sampling.max_new_tokens for r in filling] == [65, 65, 65]
+    with pytest.raises(ContextTooLong, match="64"):
+        await desk.manager.generate([1] * 65, SamplingParams())
+    with pytest.raises(InvalidField, match="65"):
+        await desk.manager.generate([1], SamplingParams(max_new_tokens=66))
 
 
-def test_long_texts_are_tokenised_off_the_event_loop() -> None:
-    async def body() -> None:
-        desk = Desk()
-        await desk.manager.encoder.encode("a")
-        await desk.manager.encoder.encode("a" * LONG_TEXT)
-        assert desk.tokenizer.threads[0] == threading.get_ident() != desk.tokenizer.threads[1]
-
-    run(body)
+@in_event_loop
+async def test_long_texts_are_tokenised_off_the_event_loop() -> None:
+    desk = Desk()
+    await desk.manager.encoder.encode("a")
+    await desk.manager.encoder.encode("a" * LONG_TEXT)
+    assert desk.tokenizer.threads[0] == threading.get_ident() != desk.tokenizer.threads[1]
 
 
-def test_the_queue_has_a_bound_and_room_comes_back() -> None:
-    async def body() -> None:
-        desk = Desk(running=2, max_queued_requests=3)
-        open_ones = [await desk.manager.generate([1], SamplingParams()) for _ in range(4)]
-        with pytest.raises(QueueFull) as caught:
-            await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2))
-        assert caught.value.retry_after is not None
-        open_ones.append(await desk.manager.generate([1], SamplingParams()))
-        with pytest.raises(QueueFull):
-            await desk.manager.generate([1], SamplingParams())
-        open_ones[0].close()
-        open_ones.append(await desk.manager.generate([1], SamplingParams()))
-        assert desk.manager.open_requests == 5
-
-    run(body)
+@in_event_loop
+async def test_the_queue_has_a_bound_and_room_comes_back() -> None:
+    desk = Desk(running=2, max_queued_requests=3)
+    open_ones = [await desk.manager.generate([1], SamplingParams()) for _ in range(4)]
+    with pytest.raises(QueueFull) as caught:
+        await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2))
+    assert caught.value.retry_after is not None
+    open_ones.append(await desk.manager.generate([1], SamplingParams()))
+    with pytest.raises(QueueFull):
+        await desk.manager.generate([1], SamplingParams())
+    open_ones[0].close()
+    open_ones.append(await desk.manager.generate([1], SamplingParams()))
+    assert desk.manager.open_requests == 5
 
 
-def test_a_disconnecting_client_ends_the_request_once() -> None:
-    async def body() -> None:
-        desk = Desk()
-        async with await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2, stream=True)) as generation:
-            desk.reply(desk.requests[0].rid, "x")
-            await generation.__anext__()
-        assert sorted(desk.aborted) == [request.rid for request in desk.requests]
-        generation.close()
-        assert len(desk.aborted) == 2
-        desk.reply(desk.requests[0].rid, "late", finish=LENGTH)
-        assert desk.manager.open_requests == 0
-
-    run(body)
+@in_event_loop
+async def test_a_disconnecting_client_ends_the_request_once() -> None:
+    desk = Desk()
+    async with await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2, stream=True)) as generation:
+        desk.reply(desk.requests[0].rid, "x")
+        await generation.__anext__()
+    assert sorted(desk.aborted) == [request.rid for request in desk.requests]
+    generation.close()
+    assert len(desk.aborted) == 2
+    desk.reply(desk.requests[0].rid, "late", finish=LENGTH)
+    assert desk.manager.open_requests == 0
 
 
-def test_what_a_client_got_before_it_left_is_charged_and_told() -> None:
-    async def body() -> None:
-        desk = Desk()
-        charged: list[int] = []
-        ends: list[RequestEnd] = []
-        desk.manager.charge = lambda client, tokens: charged.append(tokens)
-        desk.manager.on_end.append(ends.append)
-        async with await desk.manager.generate([1, 2, 3], SamplingParams(), RequestOptions(n=2, stream=True)) as generation:
-            progress = Progress(3, completion_tokens=7, queue_seconds=1.0, prefill_seconds=2.0)
-            out = TextOut(rid=desk.requests[0].rid, text="x", token_ids=[5] * 7, progress=progress)
-            desk.manager.handle(TextOutBatch(outs=[out]))
-            await generation.__anext__()
-        assert sorted(charged) == [0, 3, 7]
-        assert sorted(end.progress.completion_tokens for end in ends) == [0, 7]
-        assert ["queue", "prefill", "decode"] in [list(end.phases()) for end in ends]
-
-    run(body)
+@in_event_loop
+async def test_what_a_client_got_before_it_left_is_charged_and_told() -> None:
+    desk = Desk()
+    charged: list[int] = []
+    ends: list[RequestEnd] = []
+    desk.manager.charge = lambda client, tokens: charged.append(tokens)
+    desk.manager.on_end.append(ends.append)
+    async with await desk.manager.generate([1, 2, 3], SamplingParams(), RequestOptions(n=2, stream=True)) as generation:
+        progress = Progress(3, completion_tokens=7, queue_seconds=1.0, prefill_seconds=2.0)
+        out = TextOut(rid=desk.requests[0].rid, text="x", token_ids=[5] * 7, progress=progress)
+        desk.manager.handle(TextOutBatch(outs=[out]))
+        await generation.__anext__()
+    assert sorted(charged) == [0, 3, 7]
+    assert sorted(end.progress.completion_tokens for end in ends) == [0, 7]
+    assert ["queue", "prefill", "decode"] in [list(end.phases()) for end in ends]
 
 
-def test_what_was_generated_for_a_client_that_left_is_charged() -> None:
-    async def body() -> None:
-        desk = Desk()
-        charged: list[int] = []
-        desk.manager.charge = lambda client, tokens: charged.append(tokens)
-        generation = await desk.manager.generate([1, 2, 3], SamplingParams(), RequestOptions(n=2, stream=True))
-        first, second = desk.requests
-        desk.reply(first.rid, "x", tokens=7)
-        generation.close()
-        assert sum(charged) == 3 + 7
-        desk.reply(first.rid, "y", tokens=9)
-        for _ in range(2):
-            desk.reply(first.rid, tokens=9, finish=Finish(reason="abort"))
-            desk.reply(second.rid, tokens=5, finish=Finish(reason="abort"))
-        assert sum(charged) == 3 + 9 + 5
-
-    run(body)
+@in_event_loop
+async def test_what_was_generated_for_a_client_that_left_is_charged() -> None:
+    desk = Desk()
+    charged: list[int] = []
+    desk.manager.charge = lambda client, tokens: charged.append(tokens)
+    generation = await desk.manager.generate([1, 2, 3], SamplingParams(), RequestOptions(n=2, stream=True))
+    first, second = desk.requests
+    desk.reply(first.rid, "x", tokens=7)
+    generation.close()
+    assert sum(charged) == 3 + 7
+    desk.reply(first.rid, "y", tokens=9)
+    for _ in range(2):
+        desk.reply(first.rid, tokens=9, finish=Finish(reason="abort"))
+        desk.reply(second.rid, tokens=5, finish=Finish(reason="abort"))
+    assert sum(charged) == 3 + 9 + 5
 
 
-def test_no_name_that_a_client_chose_is_taken_by_the_server() -> None:
-    async def body() -> None:
-        desk = Desk()
-        for number in range(10, 30):
-            await desk.manager.generate([1], SamplingParams(), rid=f"talon-{number}")
-        assert len({(await desk.manager.generate([1], SamplingParams())).rid for _ in range(9)}) == 9
-
-    run(body)
+@in_event_loop
+async def test_no_name_that_a_client_chose_is_taken_by_the_server() -> None:
+    desk = Desk()
+    for number in range(10, 30):
+        await desk.manager.generate([1], SamplingParams(), rid=f"talon-{number}")
+    assert len({(await desk.manager.generate([1], SamplingParams())).rid for _ in range(9)}) == 9
 
 
-def test_a_cancelled_reader_ends_the_request() -> None:
-    async def body() -> None:
-        desk = Desk()
+@in_event_loop
+async def test_a_cancelled_reader_ends_the_request() -> None:
+    desk = Desk()
 
-        async def read() -> None:
-            async with await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True)) as generation:
-                await collect(generation)
+    async def read() -> None:
+        async with await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True)) as generation:
+            await collect(generation)
 
-        reader = asyncio.create_task(read())
-        await asyncio.sleep(0.01)
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
-        assert desk.aborted == [desk.requests[0].rid]
-
-    run(body)
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0.01)
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    assert desk.aborted == [desk.requests[0].rid]
 
 
-def test_abort_by_name_asks_the_scheduler_and_its_last_update_arrives() -> None:
-    async def body() -> None:
-        desk = Desk()
-        generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2), rid="mine")
-        with pytest.raises(InvalidField) as caught:
-            await desk.manager.generate([1], SamplingParams(), rid="mine")
-        assert caught.value.param == "rid"
-        desk.manager.abort("someone-else")
-        assert desk.aborted == []
-        desk.manager.abort("mine")
-        assert sorted(desk.aborted) == sorted(request.rid for request in desk.requests)
-        await desk.manager.generate([1], SamplingParams(), rid="mine")  # the name is free before the last updates
-        *aborted, successor = desk.requests
-        for request in aborted:
-            desk.reply(request.rid, finish=Finish(reason="abort"))
-        assert [update.finish.reason for update in await collect(generation) if update.finish] == ["abort", "abort"]
-        desk.manager.abort("mine")
-        assert desk.aborted[2:] == [successor.rid]
+@in_event_loop
+async def test_abort_by_name_asks_the_scheduler_and_its_last_update_arrives() -> None:
+    desk = Desk()
+    generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2), rid="mine")
+    with pytest.raises(InvalidField) as caught:
         await desk.manager.generate([1], SamplingParams(), rid="mine")
-        desk.manager.abort(all=True)
-        await desk.manager.generate([1], SamplingParams(), rid="mine")
+    assert caught.value.param == "rid"
+    desk.manager.abort("someone-else")
+    assert desk.aborted == []
+    desk.manager.abort("mine")
+    assert sorted(desk.aborted) == sorted(request.rid for request in desk.requests)
+    await desk.manager.generate([1], SamplingParams(), rid="mine")  # the name is free before the last updates
+    *aborted, successor = desk.requests
+    for request in aborted:
+        desk.reply(request.rid, finish=Finish(reason="abort"))
+    assert [update.finish.reason for update in await collect(generation) if update.finish] == ["abort", "abort"]
+    desk.manager.abort("mine")
+    assert desk.aborted[2:] == [successor.rid]
+    await desk.manager.generate([1], SamplingParams(), rid="mine")
+    desk.manager.abort(all=True)
+    await desk.manager.generate([1], SamplingParams(), rid="mine")
 
-    run(body)
 
-
-def test_a_request_name_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        desk = Desk(log_requests=True)
+@in_event_loop
+async def test_a_request_name_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk(log_requests=True)
+    with caplog.at_level("INFO"):
         generation = await desk.manager.generate([1], SamplingParams(), rid="a\nE forged \x1b[31m")
         desk.reply(desk.requests[0].rid, finish=LENGTH)
         await collect(generation)
-
-    with caplog.at_level("INFO"):
-        run(body)
     (line,) = [message for message in caplog.messages if "forged" in message]
     assert line.startswith("a\\nE forged \\x1b[31m[0]: ")
 
 
 @pytest.mark.parametrize(("status", "retry"), [(400, None), (429, 1), (500, None)])
-def test_a_refusal_by_the_scheduler_is_raised_with_its_status(status: int, retry: int | None) -> None:
-    async def body() -> None:
-        desk = Desk()
-        generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2))
-        desk.reply(desk.requests[0].rid, finish=Finish(reason="abort", message="no", status=status))
-        with pytest.raises(ServingError, match="no") as caught:
-            await collect(generation)
-        assert (caught.value.status, caught.value.retry_after) == (status, retry)
-        assert desk.aborted == [desk.requests[1].rid]
-        assert desk.manager.open_requests == 0
-
-    run(body)
+@in_event_loop
+async def test_a_refusal_by_the_scheduler_is_raised_with_its_status(status: int, retry: int | None) -> None:
+    desk = Desk()
+    generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2))
+    desk.reply(desk.requests[0].rid, finish=Finish(reason="abort", message="no", status=status))
+    with pytest.raises(ServingError, match="no") as caught:
+        await collect(generation)
+    assert (caught.value.status, caught.value.retry_after) == (status, retry)
+    assert desk.aborted == [desk.requests[1].rid]
+    assert desk.manager.open_requests == 0
 
 
-def test_updates_before_a_failure_are_still_delivered() -> None:
-    async def body() -> None:
-        desk = Desk()
-        generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True))
-        desk.reply(desk.requests[0].rid, "half")
-        desk.manager.process_died("scheduler")
-        assert (await generation.__anext__()).text == "half"
-        with pytest.raises(WorkerDied, match="scheduler"):
-            await generation.__anext__()
-
-    run(body)
+@in_event_loop
+async def test_updates_before_a_failure_are_still_delivered() -> None:
+    desk = Desk()
+    generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True))
+    desk.reply(desk.requests[0].rid, "half")
+    desk.manager.process_died("scheduler")
+    assert (await generation.__anext__()).text == "half"
+    with pytest.raises(WorkerDied, match="scheduler"):
+        await generation.__anext__()
 
 
-def test_a_dead_process_fails_open_and_new_requests() -> None:
-    async def body() -> None:
-        desk = Desk()
-        generation = await desk.manager.generate([1], SamplingParams())
-        reader = asyncio.create_task(collect(generation))
-        call = asyncio.create_task(desk.manager.fetch_stats())
-        await asyncio.sleep(0.01)
-        desk.manager.process_died("detokenizer")
-        for waiting in (reader, call):
-            with pytest.raises(WorkerDied):
-                await waiting
-        assert not desk.manager.health.alive()
-        for late in (desk.manager.generate([1], SamplingParams()), desk.manager.fetch_stats()):
-            with pytest.raises(WorkerDied):
-                await late
-
-    run(body)
+@in_event_loop
+async def test_a_dead_process_fails_open_and_new_requests() -> None:
+    desk = Desk()
+    generation = await desk.manager.generate([1], SamplingParams())
+    reader = asyncio.create_task(collect(generation))
+    call = asyncio.create_task(desk.manager.fetch_stats())
+    await asyncio.sleep(0.01)
+    desk.manager.process_died("detokenizer")
+    for waiting in (reader, call):
+        with pytest.raises(WorkerDied):
+            await waiting
+    assert not desk.manager.health.alive()
+    for late in (desk.manager.generate([1], SamplingParams()), desk.manager.fetch_stats()):
+        with pytest.raises(WorkerDied):
+            await late
 
 
-def test_an_error_in_the_message_loop_fails_open_requests_and_is_raised(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        desk = Desk()
-        generation = await desk.manager.generate([1], SamplingParams())
-        call = asyncio.create_task(desk.manager.fetch_stats())
-        await asyncio.sleep(0)
-        broken: Any = TextOutBatch(outs=[None])  # type: ignore[list-item]
+@in_event_loop
+async def test_an_error_in_the_message_loop_fails_open_requests_and_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    generation = await desk.manager.generate([1], SamplingParams())
+    call = asyncio.create_task(desk.manager.fetch_stats())
+    await asyncio.sleep(0)
+    broken: Any = TextOutBatch(outs=[None])  # type: ignore[list-item]
 
-        async def receive() -> Any:
-            return broken
+    async def receive() -> Any:
+        return broken
 
-        with pytest.raises(AttributeError):
-            await desk.manager.serve(receive)
-        for waiting in (collect(generation), call):
-            with pytest.raises(WorkerDied, match="tokenizer"):
-                await waiting
-        assert not desk.manager.health.alive()
-
-    run(body)
+    with pytest.raises(AttributeError):
+        await desk.manager.serve(receive)
+    for waiting in (collect(generation), call):
+        with pytest.raises(WorkerDied, match="tokenizer"):
+            await waiting
+    assert not desk.manager.health.alive()
     assert "Traceback" in caplog.text
 
 
-def test_a_slow_reader_loses_only_its_own_stream() -> None:
-    async def body() -> None:
-        desk = Desk()
-        desk.manager.max_unread = 10
-        slow = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True))
-        other = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True))
-        for _ in range(11):
-            desk.reply(desk.requests[0].rid, "x")
-        assert desk.aborted == [desk.requests[0].rid]
-        desk.reply(desk.requests[1].rid, "fine", finish=LENGTH)
-        assert [update.text for update in await collect(other)] == ["fine"]
-        with pytest.raises(SlowReader):
-            await collect(slow)
-
-    run(body)
+@in_event_loop
+async def test_a_slow_reader_loses_only_its_own_stream() -> None:
+    desk = Desk()
+    desk.manager.max_unread = 10
+    slow = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True))
+    other = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True))
+    for _ in range(11):
+        desk.reply(desk.requests[0].rid, "x")
+    assert desk.aborted == [desk.requests[0].rid]
+    desk.reply(desk.requests[1].rid, "fine", finish=LENGTH)
+    assert [update.text for update in await collect(other)] == ["fine"]
+    with pytest.raises(SlowReader):
+        await collect(slow)
 
 
-def test_a_reader_that_is_behind_gets_what_waits_as_one_update_per_choice() -> None:
-    async def body() -> None:
-        desk = Desk()
-        generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True, n=2))
-        first, second = (request.rid for request in desk.requests)
-        desk.reply(first, "a")
-        assert await generation.__anext__() == TextOut(rid=first, index=0, text="a", token_ids=[5], progress=Progress(3, 0, 1))
-        desk.reply(first, "b", tokens=2)
-        desk.reply(second, "x")
-        desk.reply(first, "c", tokens=3, finish=LENGTH)
-        desk.reply(second, "y", finish=LENGTH)
-        assert desk.manager.unread_messages == 0, "all choices have ended, so the manager knows the generation no longer"
-        assert generation.unread == 4
-        assert await collect(generation) == [
-            TextOut(rid=first, index=0, text="bc", token_ids=[5] * 5, progress=Progress(3, 0, 3), finish=LENGTH),
-            TextOut(rid=second, index=1, text="xy", token_ids=[5] * 2, progress=Progress(3, 0, 1), finish=LENGTH),
-        ]
-        assert generation.unread == 0
-
-    run(body)
+@in_event_loop
+async def test_a_reader_that_is_behind_gets_what_waits_as_one_update_per_choice() -> None:
+    desk = Desk()
+    generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True, n=2))
+    first, second = (request.rid for request in desk.requests)
+    desk.reply(first, "a")
+    assert await generation.__anext__() == TextOut(rid=first, index=0, text="a", token_ids=[5], progress=Progress(3, 0, 1))
+    desk.reply(first, "b", tokens=2)
+    desk.reply(second, "x")
+    desk.reply(first, "c", tokens=3, finish=LENGTH)
+    desk.reply(second, "y", finish=LENGTH)
+    assert desk.manager.unread_messages == 0, "all choices have ended, so the manager knows the generation no longer"
+    assert generation.unread == 4
+    assert await collect(generation) == [
+        TextOut(rid=first, index=0, text="bc", token_ids=[5] * 5, progress=Progress(3, 0, 3), finish=LENGTH),
+        TextOut(rid=second, index=1, text="xy", token_ids=[5] * 2, progress=Progress(3, 0, 1), finish=LENGTH),
+    ]
+    assert generation.unread == 0
 
 
-def test_draining_refuses_new_work_and_waits_for_the_old() -> None:
-    async def body() -> None:
-        desk = Desk()
-        desk.manager.health.warm = True
-        generation = await desk.manager.generate([1], SamplingParams())
-        assert not await desk.manager.drain(0.01)
-        assert desk.manager.health.alive()
-        assert not desk.manager.health.ready()
-        with pytest.raises(ServerDraining):
-            await desk.manager.generate([1], SamplingParams())
-        desk.reply(desk.requests[0].rid, "done", finish=LENGTH)
-        assert await desk.manager.drain(1.0)
-        assert [update.text for update in await collect(generation)] == ["done"]
-        desk.manager.drain_scheduler()
-        assert isinstance(desk.sent[-1], DrainReq)
-
-    run(body)
-
-
-def test_control_calls_get_their_own_answers() -> None:
-    async def body() -> None:
-        desk = Desk()
-        stats, flush = asyncio.create_task(desk.manager.fetch_stats()), asyncio.create_task(desk.manager.flush_cache())
-        await asyncio.sleep(0)
-        ids = {message.what: message.call_id for message in desk.sent if isinstance(message, ControlReq)}
-        desk.manager.handle(ControlReply(call_id=ids["flush_cache"], result=CallFailed(message="requests are running", status=409)))
-        desk.manager.handle(ControlReply(call_id=ids["stats"], result=SchedulerStats(num_running_reqs=1)))
-        assert await stats == SchedulerStats(num_running_reqs=1)
-        with pytest.raises(RequestError, match="running") as failed:
-            await flush
-        assert failed.value.status == 409
-        again = asyncio.create_task(desk.manager.stop_profile())
-        await asyncio.sleep(0)
-        call = next(m for m in reversed(desk.sent) if isinstance(m, ControlReq))
-        desk.manager.handle(ControlReply(call_id=call.call_id, result=CallFailed(message="no profile is running", status=400)))
-        with pytest.raises(ServingError, match="no profile") as refused:
-            await again
-        assert refused.value.status == 400
-
-    run(body)
-
-
-def test_the_latest_scheduler_statistics_are_kept() -> None:
-    async def body() -> None:
-        desk = Desk()
-        desk.manager.handle(Heartbeat(who="scheduler", stats=SchedulerStats(num_running_reqs=2)))
-        desk.manager.handle(Heartbeat(who="detokenizer"))
-        assert desk.manager.stats == SchedulerStats(num_running_reqs=2)
-        assert desk.manager.beats == {"scheduler": 1, "detokenizer": 1}
-
-    run(body)
-
-
-def test_the_observer_receives_every_event_of_a_choice() -> None:
-    async def body() -> None:
-        desk = Desk()
-        watcher = desk.manager.observer = Watcher()
-        generation = await desk.manager.generate([1, 2], SamplingParams(), RequestOptions(stream=True))
-        rid = desk.requests[0].rid
-        desk.reply(rid, "a")
-        desk.reply(rid, "", 0)
-        desk.reply(rid, "bc", 2, LENGTH)
-        await collect(generation)
-        (await desk.manager.generate([1], SamplingParams())).close()
-        assert watcher.told == [("started", 2), "first", ("next", 2), ("ended", "length"), ("started", 1), ("ended", None)]
-
-    run(body)
-
-
-def test_the_first_token_of_an_answer_in_one_piece_came_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body() -> None:
-        desk = Desk()
-        times: list[float] = []
-        gaps: list[tuple[float, int]] = []
-        watcher = desk.manager.observer = Watcher()
-        watcher.first_token = times.append  # type: ignore[method-assign]
-        watcher.next_tokens = lambda seconds, tokens: gaps.append((seconds, tokens))  # type: ignore[method-assign]
+@in_event_loop
+async def test_draining_refuses_new_work_and_waits_for_the_old() -> None:
+    desk = Desk()
+    desk.manager.health.warm = True
+    generation = await desk.manager.generate([1], SamplingParams())
+    assert not await desk.manager.drain(0.01)
+    assert desk.manager.health.alive()
+    assert not desk.manager.health.ready()
+    with pytest.raises(ServerDraining):
         await desk.manager.generate([1], SamplingParams())
-        progress = Progress(1, completion_tokens=3, queue_seconds=100.0, prefill_seconds=25.0)
-        out = TextOut(rid=desk.requests[0].rid, text="abc", token_ids=[5] * 3, progress=progress, finish=LENGTH)
-        later = time.monotonic() + 127.0
-        with monkeypatch.context() as clock:
-            clock.setattr(time, "monotonic", lambda: later)
-            desk.manager.handle(TextOutBatch(outs=[out]))
-        assert times == [125.0]
-        assert gaps == [(pytest.approx(2.0, abs=0.9), 2)]
-
-    run(body)
+    desk.reply(desk.requests[0].rid, "done", finish=LENGTH)
+    assert await desk.manager.drain(1.0)
+    assert [update.text for update in await collect(generation)] == ["done"]
+    desk.manager.drain_scheduler()
+    assert isinstance(desk.sent[-1], DrainReq)
 
 
-def test_a_request_that_cannot_be_sent_leaves_nothing_behind() -> None:
-    async def check() -> None:
-        desk = Desk()
-        encoder = msgspec.msgpack.Encoder()
-        desk.manager._send = lambda message: desk.sent.append(encoder.encode(message))  # as a socket does
-        options = RequestOptions(cache_salt="\ud800", n=2)
-        with pytest.raises(UnicodeEncodeError):
-            await desk.manager.generate([1, 2], SamplingParams(max_new_tokens=3), options, rid="a")
-        assert desk.manager.open_requests == 0
-        assert await desk.manager.drain(5.0)
-        desk.manager.health.draining = False
-        await desk.manager.generate([1, 2], SamplingParams(max_new_tokens=3), rid="a")
-        assert desk.manager.open_requests == 1
+@in_event_loop
+async def test_control_calls_get_their_own_answers() -> None:
+    desk = Desk()
+    stats, flush = asyncio.create_task(desk.manager.fetch_stats()), asyncio.create_task(desk.manager.flush_cache())
+    await asyncio.sleep(0)
+    ids = {message.what: message.call_id for message in desk.sent if isinstance(message, ControlReq)}
+    desk.manager.handle(ControlReply(call_id=ids["flush_cache"], result=CallFailed(message="requests are running", status=409)))
+    desk.manager.handle(ControlReply(call_id=ids["stats"], result=SchedulerStats(num_running_reqs=1)))
+    assert await stats == SchedulerStats(num_running_reqs=1)
+    with pytest.raises(RequestError, match="running") as failed:
+        await flush
+    assert failed.value.status == 409
+    again = asyncio.create_task(desk.manager.stop_profile())
+    await asyncio.sleep(0)
+    call = next(m for m in reversed(desk.sent) if isinstance(m, ControlReq))
+    desk.manager.handle(ControlReply(call_id=call.call_id, result=CallFailed(message="no profile is running", status=400)))
+    with pytest.raises(ServingError, match="no profile") as refused:
+        await again
+    assert refused.value.status == 400
 
-    run(check)
+
+@in_event_loop
+async def test_the_latest_scheduler_statistics_are_kept() -> None:
+    desk = Desk()
+    desk.manager.handle(Heartbeat(who="scheduler", stats=SchedulerStats(num_running_reqs=2)))
+    desk.manager.handle(Heartbeat(who="detokenizer"))
+    assert desk.manager.stats == SchedulerStats(num_running_reqs=2)
+    assert desk.manager.beats == {"scheduler": 1, "detokenizer": 1}
+
+
+@in_event_loop
+async def test_the_observer_receives_every_event_of_a_choice() -> None:
+    desk = Desk()
+    watcher = desk.manager.observer = Watcher()
+    generation = await desk.manager.generate([1, 2], SamplingParams(), RequestOptions(stream=True))
+    rid = desk.requests[0].rid
+    desk.reply(rid, "a")
+    desk.reply(rid, "", 0)
+    desk.reply(rid, "bc", 2, LENGTH)
+    await collect(generation)
+    (await desk.manager.generate([1], SamplingParams())).close()
+    assert watcher.told == [("started", 2), "first", ("next", 2), ("ended", "length"), ("started", 1), ("ended", None)]
+
+
+@in_event_loop
+async def test_the_first_token_of_an_answer_in_one_piece_came_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
+    times: list[float] = []
+    gaps: list[tuple[float, int]] = []
+    watcher = desk.manager.observer = Watcher()
+    watcher.first_token = times.append  # type: ignore[method-assign]
+    watcher.next_tokens = lambda seconds, tokens: gaps.append((seconds, tokens))  # type: ignore[method-assign]
+    await desk.manager.generate([1], SamplingParams())
+    progress = Progress(1, completion_tokens=3, queue_seconds=100.0, prefill_seconds=25.0)
+    out = TextOut(rid=desk.requests[0].rid, text="abc", token_ids=[5] * 3, progress=progress, finish=LENGTH)
+    later = time.monotonic() + 127.0
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "monotonic", lambda: later)
+        desk.manager.handle(TextOutBatch(outs=[out]))
+    assert times == [125.0]
+    assert gaps == [(pytest.approx(2.0, abs=0.9), 2)]
+
+
+@in_event_loop
+async def test_a_request_that_cannot_be_sent_leaves_nothing_behind() -> None:
+    desk = Desk()
+    encoder = msgspec.msgpack.Encoder()
+    desk.manager._send = lambda message: desk.sent.append(encoder.encode(message))  # as a socket does
+    options = RequestOptions(cache_salt="\ud800", n=2)
+    with pytest.raises(UnicodeEncodeError):
+        await desk.manager.generate([1, 2], SamplingParams(max_new_tokens=3), options, rid="a")
+    assert desk.manager.open_requests == 0
+    assert await desk.manager.drain(5.0)
+    desk.manager.health.draining = False
+    await desk.manager.generate([1, 2], SamplingParams(max_new_tokens=3), rid="a")
+    assert desk.manager.open_requests == 1

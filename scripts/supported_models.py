@@ -136,7 +136,7 @@ def architectures() -> list[tuple[str, str, str]]:
 def schemes() -> list[tuple[str, str, str]]:
     """The quantisation schemes, except that of unquantised weights."""
     kinds = [
-        kind for _, kind in inspect.getmembers(quantization, inspect.isclass) if hasattr(kind, "gemm_caps") and kind is not QuantScheme
+        kind for _, kind in inspect.getmembers(quantization, inspect.isclass) if hasattr(kind, "gemm_format") and kind is not QuantScheme
     ]
     return [(f"`{kind.name}`", first_paragraph(kind), " or ".join(choices(kind.name))) for kind in kinds]
 

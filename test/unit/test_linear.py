@@ -22,7 +22,7 @@ from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.int4 import Int4
 from runtime.layers.quantization.int8 import QUANTIZED_AT_ONCE, Int8, quantize_rows
 from runtime.layers.quantization.registry import SCHEMES
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights
 from runtime.models.context import ModelContext
@@ -238,7 +238,7 @@ class NegatedHalves(QuantScheme):
     """A toy scheme: the checkpoint holds the negated weight in float16 beside one scale per layer, `prefix.toy_scale`."""
 
     name = "negated-halves"
-    gemm_caps = GemmCaps(None)
+    gemm_format = None
 
     def allocate(self, new: NewWeight) -> Storage:
         return Storage(new.empty(new.out_features, new.in_features, dtype=torch.float16), new.empty(new.out_features, dtype=torch.float32))

@@ -86,17 +86,17 @@ class Linear:
     @property
     def is_dense(self) -> bool:
         """Whether GEMM kernels can read `weight` directly."""
-        return self.scheme.gemm_caps.format == "dense"
+        return self.scheme.gemm_format == "dense"
 
     @property
     def is_scaled(self) -> bool:
         """Whether `weight` is e4m3 with scales that GEMM kernels can read."""
-        return self.scheme.gemm_caps.format == "fp8"
+        return self.scheme.gemm_format == "fp8"
 
     @property
     def is_int4(self) -> bool:
         """Whether `weight` is int4 with groups that GEMM kernels can read."""
-        return self.scheme.gemm_caps.format == "int4"
+        return self.scheme.gemm_format == "int4"
 
     @property
     def is_partial(self) -> bool:

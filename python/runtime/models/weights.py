@@ -207,7 +207,7 @@ class WeightTable:
         """The LM head of a model that ties it to its embedding `name` [vocab, hidden]: this rank's rows of the same
         tensor, or a quantised copy of them.
         """
-        if self.scheme_of([name]).heads(self.device).gemm_caps.format == "dense":
+        if self.scheme_of([name]).heads(self.device).gemm_format == "dense":
             return Linear.sharded(embed, self._head_group)
         layer = self.head(name, *embed.shape)
         slot = self._slots[name + ".weight"].pop()

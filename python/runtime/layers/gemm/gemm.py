@@ -76,4 +76,4 @@ def input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:
 
 def takes_kernels(linear: Linear) -> bool:
     """Whether kernels other than cuBLAS can multiply by a layer's weight."""
-    return linear.in_features % COLUMN_MULTIPLE == 0 and linear.scheme.gemm_caps.format is not None
+    return linear.in_features % COLUMN_MULTIPLE == 0 and linear.scheme.gemm_format is not None

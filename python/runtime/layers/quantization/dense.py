@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 from runtime.layers.quantization.stable_rows import linear
 
 
@@ -14,7 +14,7 @@ class Dense(QuantScheme):
     """`QuantScheme` "none"."""
 
     name = "none"
-    gemm_caps = GemmCaps("dense")
+    gemm_format = "dense"
 
     def allocate(self, new: NewWeight) -> Storage:
         """An empty matrix in the activations' dtype."""

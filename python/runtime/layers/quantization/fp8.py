@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from runtime.config.quant_config import BLOCK, block_length
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -28,7 +28,7 @@ class BlockFp8(QuantScheme):
     """
 
     name = "fp8"
-    gemm_caps = GemmCaps("fp8")
+    gemm_format = "fp8"
 
     def __init__(self, scale_name: str, stored: bool) -> None:
         """`stored`: whether checkpoints contain e4m3 and scales; otherwise weights of any float dtype are quantised while loading."""
@@ -87,7 +87,7 @@ class RowFp8(QuantScheme):
     """
 
     name = "fp8-row"
-    gemm_caps = GemmCaps("fp8")
+    gemm_format = "fp8"
 
     def __init__(self, scale_name: str) -> None:
         self.scale_name = scale_name

@@ -15,7 +15,7 @@ from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.int4_checkpoint import stored_slots
 from runtime.layers.quantization.int4_layouts import CpuLayout, Int4Layout, layout_of, layout_on, row_blocks
 from runtime.layers.quantization.int8 import Int8, blocked_matmul, prompts_use_gemms
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 LARGEST_CODE = 15
 LARGEST = 65504
@@ -37,7 +37,7 @@ class Int4(QuantScheme):
     """
 
     name = "int4"
-    gemm_caps = GemmCaps("int4")
+    gemm_format = "int4"
 
     def __init__(self, stored: Int4Format | None = None) -> None:
         """`stored`: the checkpoint's format; None to quantise weights of any float dtype while loading."""

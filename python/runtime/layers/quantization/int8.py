@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 from runtime.layers.quantization.stable_rows import in_blocks
 
 QUANTIZED_AT_ONCE = 2**18
@@ -27,7 +27,7 @@ class Int8(QuantScheme):
     """
 
     name = "int8"
-    gemm_caps = GemmCaps(None)
+    gemm_format = None
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty rows and scales, for activations of any dtype."""

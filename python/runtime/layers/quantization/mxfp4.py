@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from runtime.errors import ConfigError
-from runtime.layers.quantization.scheme import AtMost, GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import AtMost, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 GROUP = 32
 """Columns that share a scale."""
@@ -31,7 +31,7 @@ class Mxfp4(QuantScheme):
     """
 
     name = "mxfp4"
-    gemm_caps = GemmCaps(None)
+    gemm_format = None
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty codes and scales, for activations of any dtype."""

@@ -173,19 +173,6 @@ class LinearPart:
 
 
 @dataclass(frozen=True, slots=True)
-class GemmCaps:
-    """The GEMM kernels that can read a scheme's storage.
-
-    Attributes:
-        format: the format of `storage` for GEMM kernels on a GPU. With "dense", the skinny GEMM kernels, and cuBLAS with float32 output,
-            can read `storage.weight`; with "fp8" and "int4" the kernels for these formats can read `storage`. None if only the scheme's
-            own `matmul` can.
-    """
-
-    format: Literal["dense", "fp8", "int4"] | None
-
-
-@dataclass(frozen=True, slots=True)
 class NewWeight:
     """A weight [out, in] to allocate.
 
@@ -210,10 +197,15 @@ class NewWeight:
 class QuantScheme(Protocol):
     """How the weight of a linear layer is stored, filled and multiplied by. Stateless; one scheme serves all layers of
     a model. Subclass it explicitly.
+
+    Attributes:
+        gemm_format: the format of `storage` for GEMM kernels on a GPU. With "dense", the skinny GEMM kernels, and cuBLAS with float32
+            output, can read `storage.weight`; with "fp8" and "int4" the kernels for these formats can read `storage`. None if only the
+            scheme's own `matmul` can.
     """
 
     name: str
-    gemm_caps: GemmCaps
+    gemm_format: Literal["dense", "fp8", "int4"] | None
 
     def heads(self, device: torch.device) -> QuantScheme:
         """The scheme of the LM head and of draft models on `device`; by default this one."""

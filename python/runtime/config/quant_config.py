@@ -47,7 +47,7 @@ SHARD_UNITS: dict[str, ShardUnit] = {
 """The units of the schemes whose scales cover several columns, by the scheme's name; those of other schemes are single columns."""
 
 
-def shard_unit(scheme: str, group: int | None = None) -> ShardUnit:
+def shard_unit(scheme: str, group: int | None) -> ShardUnit:
     """The unit of a scheme. `group`: columns with one scale in int4 weights."""
     unit = SHARD_UNITS.get(scheme, ShardUnit())
     return unit if group is None else unit._replace(columns=group)

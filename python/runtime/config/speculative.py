@@ -100,7 +100,7 @@ def resolve_speculative(
     machine: MachineFacts,
     model: ModelFacts,
     draft: DraftFacts | None,
-    tuning: SpeculativeTuning | None = None,
+    tuning: SpeculativeTuning | None,
 ) -> SpeculativeConfig | None:
     """Choose the shape of the drafts, the draft's kernels and graphs; None without an algorithm.
 

@@ -27,7 +27,7 @@ class Watchdog:
         patience: ticks without a heartbeat after which a child counts as hung.
     """
 
-    def __init__(self, roles: Iterable[Role], patience: int = SILENT_TICKS) -> None:
+    def __init__(self, roles: Iterable[Role], patience: int) -> None:
         self.patience = patience
         self._silent = dict.fromkeys(roles, 0)
         self._heard = dict.fromkeys(self._silent, -1)

@@ -399,7 +399,7 @@ class CudaOps(CudaLatentOps, CudaDeltaOps):
         group: ParallelGroup,
         h: torch.Tensor,
         next_norm: RMSNorm | None,
-        in_prompt: bool = False,
+        in_prompt: bool,
         exchange: TokenExchange | None = None,
     ) -> Stream:
         """Sum over the ranks and add to the stream, in one kernel if `fused` supports the array; with `exchange` only this group's rows."""

@@ -54,7 +54,7 @@ def _own_logits(x: torch.Tensor, head: Linear) -> torch.Tensor:
 
 
 def _best_of_ranks(
-    logits: torch.Tensor, ids: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, agreement: Agreement | None = None
+    logits: torch.Tensor, ids: torch.Tensor, head: Linear, tokens: torch.Tensor | None, agreement: Agreement | None
 ) -> torch.Tensor:
     """The token of the rank whose `logits` [N, own] have the largest entry at its `ids` [N]."""
     fused = head.group.fused
@@ -64,7 +64,7 @@ def _best_of_ranks(
     return chosen if tokens is None else tokens.copy_(chosen)
 
 
-def largest_of_ranks(values: torch.Tensor, ids: torch.Tensor, head: Linear, agreement: Agreement | None = None) -> torch.Tensor:
+def largest_of_ranks(values: torch.Tensor, ids: torch.Tensor, head: Linear, agreement: Agreement | None) -> torch.Tensor:
     """The id of the largest value over all ranks, int64 [N]; of equal values that of the lowest rank, whose ids are smaller.
 
     One all-reduce exchanges the pairs: each rank fills its own rows of an array of zeros. Ids are exact in float32 up to 2^24.

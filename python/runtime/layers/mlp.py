@@ -66,7 +66,7 @@ class GatedMlp:
         gated = self._ops.norm_gate_up(stream, norm, self.gate_up_proj, self._activation)
         return self.down_proj.reduce(self._ops.linear(self.down_proj.own_columns(gated), self.down_proj, stream.in_prompt))
 
-    def output_of_rows(self, x: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
+    def output_of_rows(self, x: torch.Tensor, in_prompt: bool) -> torch.Tensor:
         """`mlp(x)` of rows [T, hidden] in the model's dtype, in that dtype. `in_prompt`: as in `Stream`."""
         rows = gated(self._activation, self._ops.linear(x, self.gate_up_proj, in_prompt))
         return self.down_proj.reduce(self._ops.linear(self.down_proj.own_columns(rows), self.down_proj, in_prompt))

@@ -57,7 +57,7 @@ def accept_chain(
     state: RequestRows,
     vocab_size: int,
     probabilities: torch.Tensor | None,
-    emitted: torch.Tensor | None = None,
+    emitted: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept drafts, and commit lengths and tokens to the rows of an iteration's live requests, except the padding row.
 

@@ -129,8 +129,8 @@ def tree_targets_sampled(
     parents_BD: torch.Tensor,
     target_probs: torch.Tensor,
     uniforms_BD: torch.Tensor,
-    accept_uniforms_BD: torch.Tensor | None = None,
-    thresholds: AcceptThresholds = LOSSLESS,
+    accept_uniforms_BD: torch.Tensor | None,
+    thresholds: AcceptThresholds,
     draw: Draw = torch_draw,
 ) -> torch.Tensor:
     """Draw the target's token after every node of a tree: int64 [B, D], for `accept_tree`.

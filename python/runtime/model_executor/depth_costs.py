@@ -30,7 +30,7 @@ ROOM = 128
 """KV positions of a request in the measurement, if the context is that long."""
 
 
-def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) -> None:
+def start_controller(worker: Worker, tuning: SpeculativeTuning | None) -> None:
     """Start the depth controller, with the times of `tuning` or of a measurement."""
     started, control = time.perf_counter(), worker.parts.depths
     points = [] if tuning is None else [CostPoint(step.size, step.depth, step.seconds) for step in tuning.steps]

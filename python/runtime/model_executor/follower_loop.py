@@ -14,7 +14,7 @@ from runtime.errors import RankFailed
 from runtime.model_executor.worker import Worker
 
 
-def run_follower(worker: Worker, receiver: StepReceiver, rank: int, results: ResultPusher | None = None) -> None:
+def run_follower(worker: Worker, receiver: StepReceiver, rank: int, results: ResultPusher | None) -> None:
     """Run steps until rank 0 ends.
 
     Followers read no results from the device, so their host never waits for rank 0. The exception is the first rank of another attention

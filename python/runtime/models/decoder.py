@@ -198,7 +198,7 @@ class DecoderModel:
             self._capped(logits)
         return chosen
 
-    def most_likely(self, hidden: torch.Tensor, tokens: torch.Tensor, agreement: Agreement | None = None) -> None:
+    def most_likely(self, hidden: torch.Tensor, tokens: torch.Tensor, agreement: Agreement | None) -> None:
         """Write the argmax of `logits(hidden)` to `tokens` int64 [N]. `agreement`: as for `greedy`."""
         if self.bounded_head is None:
             self.greedy(hidden, tokens, None, agreement)

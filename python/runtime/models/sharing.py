@@ -64,7 +64,7 @@ def check_expert_width(config: ModelConfig, flag: str | None, ranks: int) -> Non
     expert_unit(moe.intermediate_size, ranks, "none" if kept else scheme_name(quant, flag), group)
 
 
-def expert_unit(inner: int, ranks: int, scheme: str, group: int | None = None) -> int:
+def expert_unit(inner: int, ranks: int, scheme: str, group: int | None) -> int:
     """The columns at whose multiples ranks cut an expert of intermediate size `inner` that is stored in the scheme of this name.
 
     Args:

@@ -25,7 +25,7 @@ class StandaloneDraft(DraftModel):
 
     lookahead, feature_width = 0, 0
 
-    def __init__(self, model: DecoderModel, target_vocab: int, token_map: torch.Tensor | None = None) -> None:
+    def __init__(self, model: DecoderModel, target_vocab: int, token_map: torch.Tensor | None) -> None:
         """Use a model whose weights are not yet loaded.
 
         Args:

@@ -139,7 +139,7 @@ def read_named_call(reader: Reader, name: str, call_id: str = "") -> Steps[None]
     reader.end_arguments()
 
 
-def read_empty_call(reader: Reader, name: str, call_id: str = "") -> None:
+def read_empty_call(reader: Reader, name: str, call_id: str) -> None:
     """Emit a call without arguments; see `read_named_call`."""
     reader.start_call(name.strip(), call_id.strip())
     reader.arguments("{}")

@@ -266,7 +266,7 @@ def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:
     return seq_lens[:, None] + torch.arange(-width, 0, device=seq_lens.device)
 
 
-def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, causal: bool = True) -> torch.Tensor:
+def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, causal: bool) -> torch.Tensor:
     """Visibility, bool [B, q, S]: a query sees its own key and the `window` keys before it (all if -1); without `causal` also later
     keys.
     """

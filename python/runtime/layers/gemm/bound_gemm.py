@@ -28,7 +28,7 @@ HALVES = tl.constexpr(float(bounded_head.HALVES))
 
 
 def proved_best(
-    x: torch.Tensor, head: BoundedHead, config: TritonConfig, pdl: bool, out: torch.Tensor, logits: torch.Tensor | None = None
+    x: torch.Tensor, head: BoundedHead, config: TritonConfig, pdl: bool, out: torch.Tensor, logits: torch.Tensor | None
 ) -> torch.Tensor:
     """int64 [M] in `out`: the argmax of each row of `x @ weight.T`, with the head's own weights.
 

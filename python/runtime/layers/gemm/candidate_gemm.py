@@ -17,7 +17,7 @@ by 4 to 6 % of their standard deviation; if these are normally distributed, the 
 
 
 def best_candidate(
-    x: torch.Tensor, head: CandidateHead, config: TritonConfig, pdl: bool, out: torch.Tensor, logits: torch.Tensor | None = None
+    x: torch.Tensor, head: CandidateHead, config: TritonConfig, pdl: bool, out: torch.Tensor, logits: torch.Tensor | None
 ) -> torch.Tensor:
     """int64 [M] in `out`: the token of each row with the largest score among up to `CANDIDATES`.
 

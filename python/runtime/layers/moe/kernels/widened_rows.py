@@ -18,7 +18,7 @@ THREADS = 128
 """Threads per block. Each warp prepares one row."""
 
 
-def prepare_rows(x: torch.Tensor, aligned: Aligned, top_k: int, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def prepare_rows(x: torch.Tensor, aligned: Aligned, top_k: int, *, pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert bfloat16 x [T, K] to a float16 row for each place of `aligned`, with columns in the kernels' order, scaled by row; also
     returns the float32 factors that undo it. Rows and factors of places without a pair are undefined.
 

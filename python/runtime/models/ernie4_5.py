@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.models import llama
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import decoder_config
+from runtime.models.hf_config import decoder_config, nullable_head_dim
 
 DEFAULTS = {
     "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
@@ -16,7 +16,7 @@ DEFAULTS = {
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture; `use_bias` covers all projections. As in transformers, heads are of 128 unless `head_dim` is null."""
     bias = fields.flag("use_bias")
-    head_dim = fields.optional_positive("head_dim") or fields.positive("hidden_size") // fields.positive("num_attention_heads")
+    head_dim = nullable_head_dim(fields)
     return decoder_config(fields, head_dim=head_dim, qkv_bias=bias, o_bias=bias, mlp_bias=bias, rope_interleaved=True)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runtime.models import deepseek
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import decoder_config, sliding_windows
+from runtime.models.hf_config import decoder_config, sliding_windows, unwindowed
 from runtime.models.moe_fields import named_layers
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
@@ -29,8 +29,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     shared = fields.positive("moe_intermediate_size") * fields.count("num_shared_experts")
     sparse = named_layers(fields) or deepseek.layers_with_experts(fields)
     moe = deepseek.grouped_experts(fields, "num_experts", sparse, shared)
-    unrotated = tuple(layer for layer, keys in enumerate(window or ()) if keys < 0)
-    return replace(decoder_config(fields, qk_norm=True, window=window, moe=moe), unrotated=unrotated, unused_weights=("mtp.",))
+    return replace(decoder_config(fields, qk_norm=True, window=window, moe=moe), unrotated=unwindowed(window), unused_weights=("mtp.",))
 
 
 def block(parts: ModelParts, prefix: str, layer: int) -> Block:

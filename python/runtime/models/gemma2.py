@@ -10,7 +10,7 @@ from dataclasses import replace
 from runtime.models import gemma_parts
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import sliding_windows
+from runtime.models.hf_config import required_windows
 
 DEFAULTS = {
     "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "sliding_window": 4096, "query_pre_attn_scalar": 256,
@@ -20,9 +20,7 @@ DEFAULTS = {
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
-    window = sliding_windows(fields, lambda layer: layer % 2 == 0)
-    if window is None:
-        raise fields.error("sliding_window is null; it must be a positive integer")
+    window = required_windows(fields, lambda layer: layer % 2 == 0)
     return replace(gemma_parts.gemma_config(fields, window), attn_softcap=gemma_parts.softcap(fields, "attn_logit_softcapping"))
 
 

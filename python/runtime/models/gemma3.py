@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from runtime.models import gemma_parts
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import OUTER_FIELDS, sliding_windows
+from runtime.models.hf_config import OUTER_FIELDS, required_windows
 from runtime.models.rope_fields import rope_of_kind, with_full_rope
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
@@ -36,9 +36,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     multimodal = bool(fields.get("text_config", {}))
     text = fields.within("text_config", OUTER_FIELDS) if multimodal else fields
     pattern = text.positive("sliding_window_pattern")
-    window = sliding_windows(text, lambda layer: (layer + 1) % pattern != 0)
-    if window is None:
-        raise text.error("sliding_window is null; it must be a positive integer")
+    window = required_windows(text, lambda layer: (layer + 1) % pattern != 0)
     local = rope_of_kind(text, "sliding_attention", text.number("rope_local_base_freq", 1e4))
     full = rope_of_kind(text, "full_attention", text.number("rope_theta", 1e6))
     return replace(

@@ -150,6 +150,11 @@ def decoder_config(
     )
 
 
+def nullable_head_dim(fields: ConfigFields) -> int:
+    """Entries of a head in families whose default for `head_dim` does not replace null: then heads share the hidden size."""
+    return fields.optional_positive("head_dim") or fields.positive("hidden_size") // fields.positive("num_attention_heads")
+
+
 def _heads(fields: ConfigFields) -> tuple[int, int]:
     """Query heads and KV heads."""
     num_heads = fields.positive("num_attention_heads")
@@ -187,6 +192,19 @@ def sliding_windows(fields: ConfigFields, slides: Callable[[int], bool] = lambda
     if not known:
         raise fields.error(f"layer_types must name full_attention or sliding_attention for each of {count} layers")
     return tuple(size - 1 if kind == "sliding_attention" else -1 for kind in kinds)
+
+
+def required_windows(fields: ConfigFields, slides: Callable[[int], bool]) -> tuple[int, ...]:
+    """`sliding_windows` of a family that always has them. Raises `ConfigError` if `sliding_window` is null."""
+    window = sliding_windows(fields, slides)
+    if window is None:
+        raise fields.error("sliding_window is null; it must be a positive integer")
+    return window
+
+
+def unwindowed(window: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The layers without a window, in a model that has windows; none in other models."""
+    return tuple(layer for layer, size in enumerate(window or ()) if size < 0)
 
 
 def same_window(fields: ConfigFields) -> tuple[int, ...] | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import attention_bias, decoder_config
+from runtime.models.hf_config import attention_bias, decoder_config, nullable_head_dim
 from runtime.models.rope_fields import DEFAULT_THETA, RopeFields, read_rope, rope_object
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
@@ -31,7 +31,7 @@ def _rope(fields: ConfigFields) -> RopeFields:
     rope = rope_object(fields)
     if rope.get("rope_type", rope.get("type", "default")) != "dynamic" or not rope.get("alpha", None):
         return read_rope(fields)
-    dim = fields.optional_positive("head_dim") or fields.positive("hidden_size") // fields.positive("num_attention_heads")
+    dim = nullable_head_dim(fields)
     if dim <= 2:
         raise fields.error(f"heads have {dim} entries; with alpha they must have more than 2")
     theta = rope.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA)) * rope.number("alpha", 1.0) ** (dim / (dim - 2))

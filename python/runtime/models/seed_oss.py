@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.models import llama
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import decoder_config
+from runtime.models.hf_config import decoder_config, nullable_head_dim
 
 DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True,
@@ -18,8 +18,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     128 unless `head_dim` is null.
     """
     qkv, out = fields.flag("attention_bias"), fields.flag("attention_out_bias")
-    head_dim = fields.optional_positive("head_dim") or fields.positive("hidden_size") // fields.positive("num_attention_heads")
-    return decoder_config(fields, head_dim=head_dim, qkv_bias=qkv, o_bias=out, mlp_bias=fields.flag("mlp_bias"))
+    return decoder_config(fields, head_dim=nullable_head_dim(fields), qkv_bias=qkv, o_bias=out, mlp_bias=fields.flag("mlp_bias"))
 
 
 block = llama.block

@@ -257,7 +257,7 @@ class ScheduleBatch:
         Where only others have prompts, a section gets a prompt of one token in the padding row.
         """
         decodes, tokens = max(each.num_decodes for each in sections), max(len(each.token_ids) for each in sections)
-        kv = max(int(each.len_bounds[each.num_prompts :].sum()) for each in sections)
+        kv = max(int(each.decode_len_bounds.sum()) for each in sections)
         for each in sections:
             each.pad_decodes, each.pad_tokens, each.pad_kv = decodes, tokens, kv
             if tokens and not each.num_prompts:
@@ -275,7 +275,27 @@ class ScheduleBatch:
     @property
     def num_decodes(self) -> int:
         """B - E."""
-        return len(self.rows) - len(self.extend_lens)
+        return len(self.rows) - self.num_prompts
+
+    @property
+    def prompt_rows(self) -> Int32:
+        """int32 [E]."""
+        return self.rows[: self.num_prompts]
+
+    @property
+    def decode_rows(self) -> Int32:
+        """int32 [B - E]."""
+        return self.rows[self.num_prompts :]
+
+    @property
+    def decode_len_bounds(self) -> Int32:
+        """int32 [B - E]."""
+        return self.len_bounds[self.num_prompts :]
+
+    @property
+    def parts(self) -> list[ScheduleBatch]:
+        """The sections, or this batch if it has none."""
+        return self.sections or [self]
 
     def chunk(self, index: int) -> slice:
         """Where the tokens of a prompt chunk are among the T."""
@@ -290,12 +310,12 @@ class ScheduleBatch:
     @property
     def has_prompts(self) -> bool:
         """Whether any attention group has prompt chunks."""
-        return any(part.num_prompts for part in self.sections or [self])
+        return any(part.num_prompts for part in self.parts)
 
     @property
     def longest(self) -> int:
         """An upper bound of all KV lengths before the step, in all attention groups."""
-        return max(int(part.len_bounds.max(initial=0)) for part in self.sections or [self])
+        return max(int(part.len_bounds.max(initial=0)) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,7 @@ def test_nothing_is_copied_without_a_prefix_cache_or_when_the_whole_prompt_is_wa
 
 def copies(batches: list[ScheduleBatch]) -> list[tuple[int, int, int]]:
     """Source, target and count of all copies."""
-    flat = [part for batch in batches for part in (batch.sections or [batch])]
+    flat = [part for batch in batches for part in batch.parts]
     return [c for b in flat for c in zip(b.copy_sources.tolist(), b.copy_targets.tolist(), b.copy_counts.tolist(), strict=True)]
 
 

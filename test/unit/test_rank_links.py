@@ -125,7 +125,7 @@ def test_steps_leave_out_what_only_rank_0_reads() -> None:
         followers.run(each, ())
         message = RankCodec().decode(frames[-1])
         assert isinstance(message, RunStep)
-        for section in message.batch.sections or [message.batch]:
+        for section in message.batch.parts:
             (row,) = section.new_rows
             assert row.history is not None
             assert (row.history.tolist(), row.tokens.tolist()) == (ints.tolist(), [])

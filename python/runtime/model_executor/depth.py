@@ -188,11 +188,11 @@ class DepthControl:
 
     def choose(self, batch: ScheduleBatch) -> None:
         """Set the depth of a step, 0 without decode rows, and what depends on it. Called once per step, in order."""
-        for group, section in enumerate(batch.sections or [batch]):
+        for group, section in enumerate(batch.parts):
             self._admit(section.new_rows, group, batch.step)
         if self.controller is not None:
-            for section, text in zip(batch.sections or [batch], self.copied, strict=False):
-                section.copied = text.copied(section.rows[section.num_prompts :])
+            for section, text in zip(batch.parts, self.copied, strict=False):
+                section.copied = text.copied(section.decode_rows)
         if live := batch.max_decodes:  # all groups run passes of the size of the largest group
             self._choose_depth(batch, live)
             self._latest = batch.depth
@@ -226,18 +226,18 @@ class DepthControl:
 
     def _best(self, controller: DepthChooser, batch: ScheduleBatch, serving: Sequence[int], live: int) -> tuple[int, Int32]:
         """The depth that the controller chooses, and the widths of the windows if they differ."""
-        rows, sections = np.concatenate(self._decode_rows(batch)), batch.sections or [batch]
+        rows = np.concatenate(self._decode_rows(batch))
         caps = self._caps[rows]
         max_wanted = int(caps.max())
         serving = [depth for depth in serving if depth <= max_wanted] or [min(serving)]
         if len(serving) == 1:
             return serving[0], no_ints()
-        kv_lens = np.concatenate([section.len_bounds[section.num_prompts :] for section in sections])
-        kv_tokens = sections[0].pad_kv if batch.sections else int(kv_lens.sum())
+        kv_lens = np.concatenate([section.decode_len_bounds for section in batch.parts])
+        kv_tokens = batch.sections[0].pad_kv if batch.sections else int(kv_lens.sum())
         left = np.maximum(self._ends[rows] - kv_lens, 1)
         shared = self._shared_sizes(serving, live, batch.shared_tokens)
         spared = dict.fromkeys(shared, int(SHARED_GAIN * batch.shared_tokens * (live - 1)))
-        copied = np.concatenate([section.copied for section in sections]) if batch.sections else batch.copied
+        copied = np.concatenate([section.copied for section in batch.parts])
         decodes = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left, spared, copied)
         depth, passes = self._sizes.ragged_depth, list[tuple[int, int]]()
         if depth in serving and not batch.num_prompts and not batch.sections:
@@ -277,7 +277,7 @@ class DepthControl:
 
     def _decode_rows(self, batch: ScheduleBatch) -> list[Int32]:
         """The decode rows of each attention group, numbered through all groups."""
-        return [section.rows[section.num_prompts :] + group * self._per_group for group, section in enumerate(batch.sections or [batch])]
+        return [section.decode_rows + group * self._per_group for group, section in enumerate(batch.parts)]
 
     def read(self, batch: ScheduleBatch, result: BatchResult, group: int = 0) -> Flags:
         """Note the tokens that a step of one attention group emitted. Called once per step, in order.

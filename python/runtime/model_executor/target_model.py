@@ -189,11 +189,11 @@ class TargetModel:
         ends = lens.cumsum(dtype=np.int64)
         indptr = np.concatenate([np.zeros(1, dtype=np.int32), ends.astype(np.int32)])
         positions = np.arange(ends[-1]) + np.repeat(batch.prefix_lens - indptr[:-1], lens)
-        entries = np.repeat(batch.rows[: batch.num_prompts].astype(np.int64) * table.max_pages, lens) + positions // table.page_size
+        entries = np.repeat(batch.prompt_rows.astype(np.int64) * table.max_pages, lens) + positions // table.page_size
         seq_lens = (batch.prefix_lens + lens).astype(np.int32)
         ids_d, position, entries_d, offsets_d, indptr_d, lens_d, page_rows, last_d, next_d = self.staging.upload(
             *(batch.token_ids.astype(np.int64), positions, entries, positions % table.page_size),
-            *(indptr, seq_lens, batch.rows[: batch.num_prompts].astype(np.int32), ends - 1, batch.next_tokens.astype(np.int64)),
+            *(indptr, seq_lens, batch.prompt_rows.astype(np.int32), ends - 1, batch.next_tokens.astype(np.int64)),
         )
         forward = ForwardBatch(
             mode=ForwardMode.EXTEND,
@@ -240,7 +240,7 @@ class TargetModel:
             mask: the tokens that grammars allow after the prompts.
         """
         rows, positions = chunks.batch.req_pool_indices, chunks.batch.seq_lens.to(torch.int64)
-        needs = self.rows.needs(batch.rows[: batch.num_prompts])
+        needs = self.rows.needs(batch.prompt_rows)
         last, logits = states.hidden if chunks.wanted is not None else states.hidden[chunks.last], None
         ends, next_tokens = chunks.given < 0, chunks.given
         if len(last):
@@ -263,7 +263,7 @@ class TargetModel:
                 logprobs = copy_logprobs(logits, next_tokens, int(batch.top_logprobs.max(initial=-1)), mask=mask)
                 pooled = pool_chunks(batch, states.hidden, last, logits)
         sampling = batch.next_tokens < 0
-        followed = ExtendPass(chunks, next_tokens, states, needs, batch.rows[: batch.num_prompts][sampling], batch.defers_first_drafts)
+        followed = ExtendPass(chunks, next_tokens, states, needs, batch.prompt_rows[sampling], batch.defers_first_drafts)
         return followed, PromptsPending(sampling, copy, logprobs, prompt, pooled)
 
     def extend(self, batch: ScheduleBatch) -> tuple[ExtendPass, PromptsPending]:

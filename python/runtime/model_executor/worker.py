@@ -229,7 +229,7 @@ class Worker:
         if batch.num_prompts:
             target.stage_states(batch, chunk_rows)
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
-        prompt_grammar = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, wanted=batch.next_tokens < 0)
+        prompt_grammar = self.parts.grammars.step(batch.prompt_rows, batch.num_prompts, wanted=batch.next_tokens < 0)
         prompts, decodes, grammar = None, None, None
         if most:
             iteration = self._begin(batch, rows, depth, batch.shared_tokens if shared else 0)
@@ -258,7 +258,7 @@ class Worker:
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int, shared_tokens: int) -> Iteration:
         """An iteration of the decode rows, int64 [size], over a prefix of `shared_tokens`. Their state is not in its inputs yet."""
         started, parts, size = time.perf_counter(), self.parts, len(rows)
-        host_rows, len_bounds = batch.rows[batch.num_prompts :], batch.len_bounds[batch.num_prompts :]
+        host_rows, len_bounds = batch.decode_rows, batch.decode_len_bounds
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = len_bounds
         needs = parts.target.rows.needs(host_rows)

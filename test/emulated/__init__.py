@@ -64,7 +64,7 @@ def emulated(folder: Path, modules: list[Any], multiprocessors: int) -> Iterator
     """
     device = SimpleNamespace(multi_processor_count=multiprocessors)
 
-    def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared_bytes: int) -> EmulatedKernel:
+    def compile_kernel(source: str, name: str, *, threads: int, cluster: int = 1, shared_bytes: int = 0) -> EmulatedKernel:
         return EmulatedKernel(compiled(source, name, folder), threads, cluster)
 
     def forget() -> None:

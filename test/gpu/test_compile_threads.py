@@ -45,7 +45,7 @@ def test_programs_come_from_disk_at_the_next_start(tmp_path: Path, monkeypatch: 
         code = cuda_driver.compile_program(source)
         (file,) = (tmp_path / "talon" / "cuda").iterdir()
         assert file.read_bytes().endswith(code)
-        kernel = cuda_driver.compile_kernel(source, "answer", threads=32, cluster=1, shared_bytes=0)
+        kernel = cuda_driver.compile_kernel(source, "answer", threads=32)
         out = torch.zeros(32, device="cuda")
         kernel(1, (out,), pdl=False)
         assert out.tolist() == [42.0] * 32

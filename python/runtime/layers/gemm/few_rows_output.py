@@ -60,7 +60,7 @@ class OutputVariant:
     def source(self, file: Path, cut: Mapping[str, int], *shared: Path) -> str:
         """The program: `fragments.cu`, `few_rows_output.cu`, other `shared` files and the kernel's `file`. `cut`: the tiling constants."""
         constants = dict(
-            ACT=2 if self.gelu else 0, GATED=int(self.silu or self.gelu), TOKENS=self.rows, BIAS=int(self.bias), EARLY=int(self.pdl),
-            SCALE=int(self.scale), DEFER=int(self.deferred), WRITE=self.write,
+            ACT=2 if self.gelu else 0, GATED=self.silu or self.gelu, TOKENS=self.rows, BIAS=self.bias, EARLY=self.pdl,
+            SCALE=self.scale, DEFER=self.deferred, WRITE=self.write,
         )  # fmt: skip
         return fragments.source(file, {**constants, **cut}, Path(__file__).with_name("few_rows_output.cu"), *shared)

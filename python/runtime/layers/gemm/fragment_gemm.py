@@ -68,12 +68,10 @@ def _kind(weight: torch.Tensor) -> WeightFormat:
 
 @cache
 def _kernel(config: FragmentConfig, variant: OutputVariant, kind: WeightFormat, exact: bool) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(
-        source(config, variant, kind, exact), "fragment_gemm", threads=32 * config.warps, cluster=1, shared_bytes=0
-    )
+    return cuda_driver.compile_kernel(source(config, variant, kind, exact), "fragment_gemm", threads=32 * config.warps)
 
 
 def source(config: FragmentConfig, variant: OutputVariant, kind: WeightFormat = "fp8", exact: bool = False) -> str:
     """The CUDA program of one tiling and variant. `exact`: whether groups of int4 weights have `EXACT_GROUP` columns."""
-    cut = {"FORMAT": fragments.FORMATS[kind], "WARPS": config.warps, "TALL": config.tall, "BATCH": config.batch, "EXACT": int(exact)}
+    cut = {"FORMAT": fragments.FORMATS[kind], "WARPS": config.warps, "TALL": config.tall, "BATCH": config.batch, "EXACT": exact}
     return variant.source(Path(__file__).with_name("fragment_gemm.cu"), cut)

@@ -93,10 +93,10 @@ def _warp_bytes(config: FullyResidentConfig, rows: int) -> int:
 @cache
 def _kernel(config: FullyResidentConfig, variant: OutputVariant, even: bool, shared_bytes: int) -> cuda_driver.Kernel:
     program, threads = source(config, variant, even), 32 * config.warps
-    return cuda_driver.compile_kernel(program, "fully_resident_gemm", threads=threads, cluster=1, shared_bytes=shared_bytes)
+    return cuda_driver.compile_kernel(program, "fully_resident_gemm", threads=threads, shared_bytes=shared_bytes)
 
 
 def source(config: FullyResidentConfig, variant: OutputVariant, even: bool) -> str:
     """The CUDA program of one tiling and variant."""
-    cut = {"FORMAT": fragments.FORMATS[FORM], "WARPS": config.warps, "TALL": config.tall, "SHARE": config.share, "EVEN": int(even)}
+    cut = {"FORMAT": fragments.FORMATS[FORM], "WARPS": config.warps, "TALL": config.tall, "SHARE": config.share, "EVEN": even}
     return variant.source(Path(__file__).with_name("fully_resident_gemm.cu"), cut, STAGES)

@@ -70,7 +70,7 @@ def resident_gemm(
 @cache
 def _kernel(config: ResidentConfig, variant: OutputVariant) -> cuda_driver.Kernel:
     size = config.warps * config.depth * STAGE_BYTES
-    return cuda_driver.compile_kernel(source(config, variant), "resident_gemm", threads=32 * config.warps, cluster=1, shared_bytes=size)
+    return cuda_driver.compile_kernel(source(config, variant), "resident_gemm", threads=32 * config.warps, shared_bytes=size)
 
 
 def source(config: ResidentConfig, variant: OutputVariant) -> str:

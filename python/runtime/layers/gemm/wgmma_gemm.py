@@ -236,9 +236,9 @@ def source(config: WgmmaConfig, variant: _Variant) -> str:
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
         ROWS=v.rows, TILE=config.tile, SPLIT=config.split, SHARERS=config.split, CLUSTER_M=config.cluster_m, CLUSTER_N=config.cluster_n,
-        LOADERS=_loaders(config, v), LOAD_REGISTERS=LOAD_REGISTERS, MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16),
-        WRITE=v.write, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), ARGMAX=int(v.argmax),
-        STORE=int(v.store),
+        LOADERS=_loaders(config, v), LOAD_REGISTERS=LOAD_REGISTERS, MOST_STAGES=MOST_STAGES, BFLOAT16=v.dtype is torch.bfloat16,
+        WRITE=v.write, BIAS=v.bias, EARLY=v.pdl, SCALE=v.scale, DEFER=v.deferred, ARGMAX=v.argmax,
+        STORE=v.store,
     )  # fmt: skip
     multiply = multiply_source(config.tile, "bf16" if v.dtype is torch.bfloat16 else "f16")
     return program(constants, PARTS, multiply, *(Path(__file__).with_name(f"wgmma_{name}.cu") for name in ("output", "gemm")))

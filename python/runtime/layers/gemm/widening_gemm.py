@@ -197,9 +197,9 @@ def source(config: WideningConfig, variant: WideningVariant) -> str:
     v = variant
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
-        GROUP=v.group, TOKENS=v.tokens, SPLIT=config.split, STAGES=v.stages, EARLY=int(v.pdl), ROWS=ROWS, CLUSTER_M=1, CLUSTER_N=1,
-        LOADERS=v.loaders, LOAD_REGISTERS=LOAD_REGISTERS, TILE=64 if v.gated else 32, SHARERS=1, BFLOAT16=1, BIAS=int(v.bias),
-        WRITE=v.write, STORE=1, ARGMAX=0, SCALE=int(v.scale), DEFER=int(v.deferred),
+        GROUP=v.group, TOKENS=v.tokens, SPLIT=config.split, STAGES=v.stages, EARLY=v.pdl, ROWS=ROWS, CLUSTER_M=1, CLUSTER_N=1,
+        LOADERS=v.loaders, LOAD_REGISTERS=LOAD_REGISTERS, TILE=64 if v.gated else 32, SHARERS=1, BFLOAT16=1, BIAS=v.bias,
+        WRITE=v.write, STORE=1, ARGMAX=0, SCALE=v.scale, DEFER=v.deferred,
     )  # fmt: skip
     multiply = multiply_source(v.tokens, "bf16", overwrites=True, fragments=True)
     return program(constants, PARTS, multiply, *(Path(__file__).with_name(name) for name in ("wgmma_output.cu", "widening_gemm.cu")))

@@ -30,7 +30,7 @@ def available() -> bool:
     if nvrtc is None:
         return False
     try:
-        compile_kernel('extern "C" __global__ void nothing() {}', "nothing", threads=32, cluster=1, shared_bytes=0)
+        compile_kernel('extern "C" __global__ void nothing() {}', "nothing", threads=32)
     except RuntimeError as error:  # the bindings raise it for a missing library
         log.warning("NVRTC does not work here (%s): CUDA C++ kernels are not used", error)
         return False
@@ -98,7 +98,7 @@ class Kernel:
 
 
 @once
-def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared_bytes: int) -> Kernel:
+def compile_kernel(source: str, name: str, *, threads: int, cluster: int = 1, shared_bytes: int = 0) -> Kernel:
     """Compile a program for the current device and load one of its kernels. The thread must have torch's context.
 
     Args:

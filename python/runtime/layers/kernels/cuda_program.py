@@ -9,7 +9,7 @@ PRIMITIVES = Path(__file__).with_name("primitives.cu")
 
 
 def program(constants: Mapping[str, int | str], *parts: Path | str) -> str:
-    """The text of a program. `parts`: files, or generated text."""
+    """The text of a program. `constants`: true and false become 1 and 0. `parts`: files, or generated text."""
     texts = (part if isinstance(part, str) else part.read_text(encoding="utf-8") for part in parts)
-    defines = (f"#define {name} {value}" for name, value in constants.items())
+    defines = (f"#define {name} {int(value) if isinstance(value, bool) else value}" for name, value in constants.items())
     return "\n".join([PRIMITIVES.read_text(encoding="utf-8"), *defines, *texts])

@@ -25,4 +25,4 @@ def pause(pdl: bool) -> None:
 
 @cache
 def _kernel() -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(SOURCE, "pause", threads=32, cluster=1, shared_bytes=0)
+    return cuda_driver.compile_kernel(SOURCE, "pause", threads=32)

@@ -227,7 +227,7 @@ def _pieces(rows: int, most: int) -> list[tuple[int, int]]:
 
 @cache
 def _compiled(name: str, variant: _Variant) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(source(variant), name, threads=THREADS, cluster=1, shared_bytes=0)
+    return cuda_driver.compile_kernel(source(variant), name, threads=THREADS)
 
 
 @cache
@@ -240,7 +240,7 @@ def _ranks_struct(size: int) -> Any:
 def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     constants = dict(
-        SIZE=variant.size, RANK=variant.rank, THREADS=THREADS, EARLY=int(variant.early), BFLOAT16=int(variant.bfloat16),
-        DEFER=int(variant.defer), KIND=variant.kind,
+        SIZE=variant.size, RANK=variant.rank, THREADS=THREADS, EARLY=variant.early, BFLOAT16=variant.bfloat16,
+        DEFER=variant.defer, KIND=variant.kind,
     )  # fmt: skip
     return program(constants, Path(__file__).with_suffix(".cu"))

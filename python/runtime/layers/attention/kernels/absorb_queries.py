@@ -105,12 +105,12 @@ def _latents(new: NewRows | None, heads: LatentHeads) -> _Latents:
 def _kernel(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, writes: bool, pdl: bool) -> cuda_driver.Kernel:
     size = nope * 2 * COLUMNS + tokens * 64 * (nope // 32 | 1)
     text = source(nope, rank, rope, interleaved, tokens, writes, pdl)
-    return cuda_driver.compile_kernel(text, "absorb_queries", threads=32 * WARPS, cluster=1, shared_bytes=size)
+    return cuda_driver.compile_kernel(text, "absorb_queries", threads=32 * WARPS, shared_bytes=size)
 
 
 def source(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, writes: bool, pdl: bool) -> str:
     """The CUDA program for these widths and at most this many tokens; `writes`: it also writes their KV rows."""
     constants = dict(
-        NOPE=nope, RANK=rank, ROPE=rope, INTERLEAVED=int(interleaved), TOKENS=tokens, EARLY=int(pdl), WRITES=int(writes)
+        NOPE=nope, RANK=rank, ROPE=rope, INTERLEAVED=interleaved, TOKENS=tokens, EARLY=pdl, WRITES=writes
     )  # fmt: skip
     return program(constants, Path(__file__).with_name("absorb_queries.cu"))

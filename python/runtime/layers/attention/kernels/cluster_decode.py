@@ -207,7 +207,7 @@ def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     v = variant
     constants = dict(
-        D=v.head_dim, ROW_TILES=v.row_tiles, WARPS=v.warps, STAGES=v.stages, MOST_BLOCKS=MOST_BLOCKS, MOST_NEW=MOST_NEW, EARLY=int(v.early),
-        ROTATES=int(v.rotates),
+        D=v.head_dim, ROW_TILES=v.row_tiles, WARPS=v.warps, STAGES=v.stages, MOST_BLOCKS=MOST_BLOCKS, MOST_NEW=MOST_NEW, EARLY=v.early,
+        ROTATES=v.rotates,
     )  # fmt: skip
     return program(constants, *map(Path(__file__).with_name, FILES))

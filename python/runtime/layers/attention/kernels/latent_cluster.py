@@ -134,4 +134,4 @@ def _kernel(cut: ClusterCut, early: bool) -> cuda_driver.Kernel:
 @cache
 def source(tiles: int, early: bool) -> str:
     """The CUDA program for clusters with this cut."""
-    return program({"TILES": tiles, "MOST_BLOCKS": SIZES[0], "EARLY": int(early)}, Path(__file__).with_name("latent_cluster.cu"))
+    return program({"TILES": tiles, "MOST_BLOCKS": SIZES[0], "EARLY": early}, Path(__file__).with_name("latent_cluster.cu"))

@@ -58,7 +58,7 @@ def project_values(attended: torch.Tensor, value: torch.Tensor, *, pdl: bool = F
 @cache
 def _kernel(rank: int, width: int, tokens: int, pdl: bool) -> cuda_driver.Kernel:
     text, threads, size = source(rank, width, tokens, pdl), 32 * (rank // COLUMNS), ROWS * rank * 2
-    return cuda_driver.compile_kernel(text, "project_values", threads=threads, cluster=1, shared_bytes=size)
+    return cuda_driver.compile_kernel(text, "project_values", threads=threads, shared_bytes=size)
 
 
 def source(rank: int, width: int, tokens: int, pdl: bool) -> str:

@@ -95,7 +95,7 @@ def _kernel(experts: int, early: bool) -> cuda_driver.Kernel:
 
 def source(experts: int, early: bool) -> str:
     """The CUDA program for this many experts."""
-    constants = dict(EXPERTS=experts, BLOCKS=BLOCKS, WARPS=WARPS, EARLY=int(early))
+    constants = dict(EXPERTS=experts, BLOCKS=BLOCKS, WARPS=WARPS, EARLY=early)
     return program(constants, Path(__file__).with_suffix(".cu"))
 
 

@@ -136,8 +136,8 @@ def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     v = variant
     constants = dict(
-        FORMAT=FORMATS[v.format], ACT=0, EARLY=int(v.early), EVEN=int(v.even), TOP_K=v.top_k, WARPS=v.cut.warps, DEPTH=DEPTH,
-        TILES=v.cut.tiles, BLOCKS=v.cut.blocks, REGISTERS=registers(v.format, v.cut.warps), ADD=int(v.add), DEFER=int(v.deferred),
-        FLOAT_OUT=int(v.float_out), BIAS=int(v.bias), **({"GROUP": v.group} if v.group else {}),
+        FORMAT=FORMATS[v.format], ACT=0, EARLY=v.early, EVEN=v.even, TOP_K=v.top_k, WARPS=v.cut.warps, DEPTH=DEPTH,
+        TILES=v.cut.tiles, BLOCKS=v.cut.blocks, REGISTERS=registers(v.format, v.cut.warps), ADD=v.add, DEFER=v.deferred,
+        FLOAT_OUT=v.float_out, BIAS=v.bias, **({"GROUP": v.group} if v.group else {}),
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("down_sums.cu"), constants, STAGES)

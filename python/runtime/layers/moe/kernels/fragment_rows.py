@@ -183,15 +183,15 @@ def _shared_bytes(w: ExpertWeights, cut: _Cut, T: int) -> int:
 @cache
 def _gemm_kernel(variant: _Gemm, shared_bytes: int) -> cuda_driver.Kernel:
     threads = 32 * variant.cut.warps
-    return cuda_driver.compile_kernel(gemm_source(variant), "experts_few_rows", threads=threads, cluster=1, shared_bytes=shared_bytes)
+    return cuda_driver.compile_kernel(gemm_source(variant), "experts_few_rows", threads=threads, shared_bytes=shared_bytes)
 
 
 def gemm_source(variant: _Gemm) -> str:
     """The CUDA program of a GEMM."""
     v = variant
     constants = dict(
-        FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=v.tokens, EXPERTS=v.experts, GATED=int(v.gated),
-        BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), SHARED=int(v.shared), TILES=v.cut.tiles, WARPS=v.cut.warps,
+        FORMAT=v.format, ACT=v.act, EARLY=v.early, TOP_K=v.top_k, TOKENS=v.tokens, EXPERTS=v.experts, GATED=v.gated,
+        BIAS=v.bias, EVEN=v.even, SMALL=v.small, SHARED=v.shared, TILES=v.cut.tiles, WARPS=v.cut.warps,
         DEPTH=v.cut.depth, SEGMENTS=SEGMENTS, WEIGHT_ROWS=v.rows, WEIGHT_COLUMNS=v.columns,
         **({"GROUP": v.group} if v.group else {}),
     )  # fmt: skip

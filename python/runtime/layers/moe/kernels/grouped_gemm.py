@@ -179,8 +179,8 @@ def source(variant: _Variant) -> str:
     constants = dict(
         ROWS=v.rows, TILE=v.tile, SPLIT=1, CLUSTER_M=v.cluster, CLUSTER_N=1, LOADERS=LOADERS,
         LOAD_REGISTERS=GATHER_REGISTERS if v.gated else LOAD_REGISTERS,
-        STAGES=v.stages, STORED=v.stored, ELEMENT=1 if v.fp8 else 2, GATED=int(v.gated), ACT=v.act,
-        BFLOAT16=int(v.dtype is torch.bfloat16), BIAS=int(v.bias), EARLY=int(v.early),
+        STAGES=v.stages, STORED=v.stored, ELEMENT=1 if v.fp8 else 2, GATED=v.gated, ACT=v.act,
+        BFLOAT16=v.dtype is torch.bfloat16, BIAS=v.bias, EARLY=v.early,
     )  # fmt: skip
     dtype = "e4m3" if v.fp8 else "bf16" if v.dtype is torch.bfloat16 else "f16"
     multiply = multiply_source(v.tile // 2 if v.fp8 else v.tile, dtype, overwrites=True)

@@ -49,13 +49,11 @@ def pair_sums(
 
 @cache
 def _kernel(variant: _Variant) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(source(variant), "pair_sums", threads=THREADS, cluster=1, shared_bytes=0)
+    return cuda_driver.compile_kernel(source(variant), "pair_sums", threads=THREADS)
 
 
 def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     v = variant
-    constants = dict(
-        FORMAT=0, ACT=0, EARLY=int(v.early), TOP_K=v.top_k, ADD=int(v.add), DEFER=int(v.defer), FLOAT_OUT=int(v.float_out), THREADS=THREADS
-    )
+    constants = dict(FORMAT=0, ACT=0, EARLY=v.early, TOP_K=v.top_k, ADD=v.add, DEFER=v.defer, FLOAT_OUT=v.float_out, THREADS=THREADS)
     return fragments.source(Path(__file__).with_suffix(".cu"), constants)

@@ -133,5 +133,5 @@ def _cut(experts: int, columns: int) -> _Cut:
 def source(variant: _Variant) -> str:
     """The CUDA program of a variant."""
     constants = {**asdict(variant), **asdict(_cut(variant.experts, variant.columns)), "warps": WARPS, "format": 0, "act": 0}
-    upper = {name.upper(): int(value) for name, value in constants.items()}
+    upper = {name.upper(): value for name, value in constants.items()}
     return fragments.source(Path(__file__).with_name("route_few.cu"), upper)

@@ -227,7 +227,7 @@ def _map(address: int, rows: int, row_bytes: int, kind: WeightFormat) -> Any:
 @cache
 def _kernel(variant: _Variant) -> cuda_driver.Kernel:
     return cuda_driver.compile_kernel(
-        source(variant), "widened_experts", threads=128 * variant.tile.groups + LOADERS, cluster=1, shared_bytes=SHARED_BYTES
+        source(variant), "widened_experts", threads=128 * variant.tile.groups + LOADERS, shared_bytes=SHARED_BYTES
     )
 
 
@@ -237,10 +237,10 @@ def source(variant: _Variant) -> str:
     assert v.pairs in tiles, f"expected tiles of {tuple(tiles)} pairs; got {v.pairs}"
     fewer = v.tile.fewer or v.pairs
     constants = dict(
-        FORMAT=FORMATS[v.format], ACT=v.act, EARLY=int(v.early), ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, CLUSTER_N=1, SPLIT=1,
-        X_STRIP=X_STRIP, LOADERS=LOADERS, LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format],
+        FORMAT=FORMATS[v.format], ACT=v.act, EARLY=v.early, ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, CLUSTER_N=1, SPLIT=1,
+        X_STRIP=X_STRIP, LOADERS=LOADERS, LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=v.bfloat16, CODE_BITS=CODE_BITS[v.format],
         PAIRS=v.pairs, FEWER=fewer, STAGES=v.stages, SLOTS=SLOTS, SCALES=v.row_scales, STAGE_SCALES=STAGE_SCALES, GROUP=v.group,
-        SCALE_COPY=math.gcd(v.row_scales, v.stage_scales), GATED=int(v.gated), BIAS=int(v.bias), PREPARED=int(v.prepared),
+        SCALE_COPY=math.gcd(v.row_scales, v.stage_scales), GATED=v.gated, BIAS=v.bias, PREPARED=v.prepared,
     )  # fmt: skip
     multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in sorted({fewer, v.pairs}))
     here = Path(__file__)

@@ -35,11 +35,11 @@ def prepare_rows(x: torch.Tensor, aligned: Aligned, top_k: int, *, pdl: bool) ->
 
 @cache
 def _kernel(is_sorted: bool, early: bool) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(source(is_sorted, early), "widened_rows", threads=THREADS, cluster=1, shared_bytes=0)
+    return cuda_driver.compile_kernel(source(is_sorted, early), "widened_rows", threads=THREADS)
 
 
 def source(is_sorted: bool, early: bool) -> str:
     """The CUDA program, for x with a row for each place or for each token."""
-    constants = dict(FORMAT=FORMATS["dense"], ACT=0, EARLY=int(early), SORTED=int(is_sorted), THREADS=THREADS)
+    constants = dict(FORMAT=FORMATS["dense"], ACT=0, EARLY=early, SORTED=is_sorted, THREADS=THREADS)
     here = Path(__file__)
     return fragments.source(here.with_suffix(".cu"), constants, here.with_name("grouped_parts.cu"))

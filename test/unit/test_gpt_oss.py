@@ -19,7 +19,7 @@ from runtime.models.registry import load_hf_config
 from unit.driver import Driver
 from unit.predicting import model_config, plain, speculating
 from unit.ranks import ranks
-from unit.test_models import LENGTH, PIECES, Checkpoint, Runner, loaded
+from unit.test_models import LENGTH, PIECES, Checkpoint, Runner, assert_same_logits, loaded
 from unit.test_served_speculation import CONTEXT, GREEDY, asked, prompts, serve
 from unit.test_tensor_parallel import CHAIN, PROMPTS, TREE, builder, texts
 
@@ -34,16 +34,11 @@ def gpt_oss(inner: int = 48, **changes: Any) -> ModelConfig:
     return model_config(**{**parts, "num_layers": 3, "window": (5, -1, 5), **changes})
 
 
-def assert_same_logits(folder: Path, ids: torch.Tensor, expected: torch.Tensor, pieces: str = "prefill", page_size: int = 16) -> None:
-    logits = Runner(loaded(folder), page_size).in_pieces(ids, PIECES[pieces])
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * max(1.0, float(expected.abs().max())))
-
-
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("pieces", PIECES)
 def test_some_of_the_experts_give_the_logits_of_transformers(tmp_path: Path, pieces: str, page_size: int) -> None:
     reference = Checkpoint("gpt-oss", tmp_path, num_experts_per_tok=3)
-    assert_same_logits(tmp_path, reference.ids, reference.logits, pieces, page_size)
+    assert_same_logits(Runner(loaded(tmp_path), page_size).in_pieces(reference.ids, PIECES[pieces]), reference.logits)
 
 
 def test_a_sink_takes_part_in_every_head(tmp_path: Path) -> None:
@@ -56,7 +51,7 @@ def test_a_sink_takes_part_in_every_head(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = reference.reference(reference.ids[None]).logits[0]
     assert (expected - reference.logits).abs().max() > 0.1
-    assert_same_logits(tmp_path, reference.ids, expected)
+    assert_same_logits(Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["prefill"]), expected)
 
 
 def to_mxfp4(reference: Checkpoint) -> torch.Tensor:
@@ -81,7 +76,8 @@ def to_mxfp4(reference: Checkpoint) -> torch.Tensor:
 @pytest.mark.parametrize("pieces", PIECES)
 def test_mxfp4_experts_give_the_logits_of_what_they_stand_for(tmp_path: Path, pieces: str) -> None:
     reference = Checkpoint("gpt-oss", tmp_path, num_experts_per_tok=3)
-    assert_same_logits(tmp_path, reference.ids, to_mxfp4(reference), pieces)
+    expected = to_mxfp4(reference)
+    assert_same_logits(Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES[pieces]), expected)
 
 
 def test_a_missing_half_of_the_experts_is_named(tmp_path: Path) -> None:

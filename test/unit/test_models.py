@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -581,6 +581,10 @@ class Checkpoint:
             file = folder / "config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [OTHER_CLASSES[family]]}))
 
+    def check(self, pieces: Sequence[tuple[int, ForwardMode]] = ((LENGTH, ForwardMode.EXTEND),)) -> None:
+        """Compare the logits of the saved model, computed in `pieces`, with those of transformers."""
+        assert_same_logits(Runner(loaded(self.folder), 16).in_pieces(self.ids, pieces), self.logits)
+
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
@@ -638,7 +642,7 @@ class Runner:
         with torch.inference_mode():
             return self.model.logits(self.hidden(ids, start, mode)[0])
 
-    def in_pieces(self, ids: torch.Tensor, pieces: list[tuple[int, ForwardMode]]) -> torch.Tensor:
+    def in_pieces(self, ids: torch.Tensor, pieces: Sequence[tuple[int, ForwardMode]]) -> torch.Tensor:
         """Logits of `ids` cut into passes of the given lengths and modes."""
         out, start = [], 0
         for length, mode in pieces:
@@ -652,6 +656,10 @@ def loaded(folder: Path, quantization: str | None = None, **options: Any) -> Dec
     model = build_model(load_hf_config(folder), TorchOps(), torch.float32, CPU, quantization, **options)
     model.load(safetensors_weights(folder, progress=False))
     return model
+
+
+def assert_same_logits(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * max(1.0, float(expected.abs().max())))
 
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -672,23 +680,20 @@ def test_any_number_of_dense_layers_matches_transformers(tmp_path: Path, dense: 
             raw = json.loads((tmp_path / "config.json").read_text())
             del raw["mlp_layer_types"]
             (tmp_path / "config.json").write_text(json.dumps(raw | {"first_k_dense_replace": dense}))
-        logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["chunked prefill"])
-        torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+        reference.check(PIECES["chunked prefill"])
 
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("kinds", [None, ["sliding_attention", "full_attention", "sliding_attention"]])
 def test_windows_of_smollm3_match_transformers(tmp_path: Path, kinds: list[str] | None, used: bool) -> None:
     reference = Checkpoint("smollm3", tmp_path, use_sliding_window=used, sliding_window=6, layer_types=kinds)
-    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["chunked prefill"])
-    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+    reference.check(PIECES["chunked prefill"])
 
 
 @pytest.mark.parametrize("name", ["gemma4-own-values", "gpt-oss"])
 def test_an_activation_that_a_family_does_not_read_may_be_any(tmp_path: Path, name: str) -> None:
     reference = Checkpoint(name, tmp_path, hidden_act="gelu_pytorch_tanh")
-    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["prefill"])
-    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+    reference.check()
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -696,8 +701,7 @@ def test_an_activation_that_a_family_does_not_read_may_be_any(tmp_path: Path, na
 def test_experts_without_a_shared_one_match_transformers(tmp_path: Path, name: str) -> None:
     """transformers saves tensors of no values for it."""
     reference = Checkpoint(name, tmp_path, n_shared_experts=0)
-    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["prefill"])
-    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+    reference.check()
 
 
 @pytest.mark.parametrize("truncate", [{}, {"full_attention": False}, {"top": False}])
@@ -706,8 +710,7 @@ def test_gemma4_with_yarn_matches_transformers(tmp_path: Path, truncate: dict[st
     full = yarn | ({"truncate": False} if "full_attention" in truncate else {})
     rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
     reference = Checkpoint("gemma4-own-values", tmp_path, rope_parameters=rope | ({"truncate": False} if "top" in truncate else {}))
-    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["chunked prefill"])
-    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+    reference.check(PIECES["chunked prefill"])
 
 
 SHORT, LONG = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
@@ -726,8 +729,7 @@ def test_a_text_as_long_as_a_scaled_context_matches_transformers(tmp_path: Path,
     reference = Checkpoint(family, tmp_path, max_position_embeddings=trained, rope_parameters=rope)
     runner = Runner(loaded(tmp_path), 16)
     assert runner.model.config.max_context_len == LENGTH
-    logits = runner.in_pieces(reference.ids, PIECES["decode"])
-    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+    assert_same_logits(runner.in_pieces(reference.ids, PIECES["decode"]), reference.logits)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -735,8 +737,7 @@ def test_a_text_as_long_as_a_scaled_context_matches_transformers(tmp_path: Path,
 def test_logits_match_transformers(checkpoint: Checkpoint, served: DecoderModel, pieces: str, page_size: int) -> None:
     logits = Runner(served, page_size).in_pieces(checkpoint.ids, PIECES[pieces])
     assert logits.dtype == torch.float32
-    scale = float(checkpoint.logits.abs().max())
-    torch.testing.assert_close(logits, checkpoint.logits, rtol=1e-4, atol=1e-4 * max(1.0, scale))
+    assert_same_logits(logits, checkpoint.logits)
     assert torch.equal(logits.argmax(-1), checkpoint.logits.argmax(-1))
 
 
@@ -758,9 +759,7 @@ def test_logits_match_transformers(checkpoint: Checkpoint, served: DecoderModel,
 def test_tensors_named_as_in_memory_load(tmp_path: Path, family: str) -> None:
     checkpoint = Checkpoint(family, tmp_path)
     checkpoint.reference.save_pretrained(tmp_path, save_original_format=False)
-    logits = Runner(loaded(tmp_path), 16).in_pieces(checkpoint.ids, PIECES["prefill"])
-    scale = float(checkpoint.logits.abs().max())
-    torch.testing.assert_close(logits, checkpoint.logits, rtol=1e-4, atol=1e-4 * max(1.0, scale))
+    checkpoint.check()
 
 
 def test_the_greedy_pass_stores_the_tokens_and_logits_that_it_is_given_room_for(served: DecoderModel) -> None:

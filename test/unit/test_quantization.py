@@ -50,7 +50,7 @@ from runtime.models.weights import WeightTable
 from unit.expert_tensors import EXPERTS, PROJECTION, fused, one_by_one
 from unit.latent import DEEPSEEK_EXPERTS, LATENT
 from unit.test_linear import Rank
-from unit.test_models import COMMON, PIECES, VOCAB, Runner
+from unit.test_models import COMMON, PIECES, VOCAB, Runner, assert_same_logits
 from unit.tiny import tiny_model, write_head
 
 CPU = torch.device("cpu")
@@ -199,7 +199,7 @@ def assert_close_to(reference: PreTrainedModel, model: DecoderModel) -> None:
         expected = reference.eval()(ids[None]).logits[0]
     for pieces in ("prefill", "verify"):
         logits = Runner(model, 16).in_pieces(ids, PIECES[pieces])
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * max(1.0, float(expected.abs().max())))
+        assert_same_logits(logits, expected)
 
 
 @pytest.mark.parametrize("form", CONFIGS)

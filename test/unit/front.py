@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
+import pytest
 from tiny import tiny_model, tiny_runtime
 
 from runtime.batch import WorkerLimits
@@ -36,6 +37,7 @@ from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.pooling import Pooling
+from runtime.text import bounded_encoding
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tokenizer_files import TokenizerFiles
 
@@ -261,6 +263,19 @@ async def front(scheduler: ScriptedScheduler | None = None, *, template: str | N
         stopping.set()
         await serving
         manager.close()
+
+
+def count_tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the texts that are tokenised from now on."""
+    lengths: list[int] = []
+    original = bounded_encoding.encode_text
+
+    def counted(hf: Any, text: str, add_special_tokens: bool) -> list[int]:
+        lengths.append(len(text))
+        return original(hf, text, add_special_tokens)
+
+    monkeypatch.setattr(bounded_encoding, "encode_text", counted)
+    return lengths
 
 
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:

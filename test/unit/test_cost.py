@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from front import LIMITS, ScriptedScheduler, front, make_manager
+from front import LIMITS, ScriptedScheduler, count_tokenised, front, make_manager
 from llama_tokenizer import write_llama_tokenizer
 from small_tokenizer import write_small_tokenizer
 
@@ -29,16 +29,7 @@ from runtime.text.tokenizer import Tokenizer
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of the texts that were tokenised."""
-    lengths: list[int] = []
-    original = bounded_encoding.encode_text
-
-    def counted(hf: Any, text: str, add_special_tokens: bool) -> list[int]:
-        lengths.append(len(text))
-        return original(hf, text, add_special_tokens)
-
-    monkeypatch.setattr(bounded_encoding, "encode_text", counted)
-    return lengths
+    return count_tokenised(monkeypatch)
 
 
 def long_texts() -> list[str]:

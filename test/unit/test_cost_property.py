@@ -9,13 +9,12 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from front import ScriptedScheduler, make_manager
+from front import ScriptedScheduler, count_tokenised, make_manager
 
 from event_loop import in_event_loop
 from runtime.entrypoints.http.body_cost import BodyCost
 from runtime.entrypoints.server.server import create_app
 from runtime.managers.messages import GenerateReq
-from runtime.text import bounded_encoding
 from runtime.text.bounded_encoding import SLICE_CHARS
 
 CASES = 800
@@ -87,14 +86,7 @@ CALLS: dict[str, Callable[[random.Random], Json]] = {
 
 @in_event_loop
 async def test_no_call_costs_more_than_its_limits_before_it_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenised: list[int] = []
-    original = bounded_encoding.encode_text
-
-    def counted(hf: Any, piece: str, add_special_tokens: bool) -> list[int]:
-        tokenised.append(len(piece))
-        return original(hf, piece, add_special_tokens)
-
-    monkeypatch.setattr(bounded_encoding, "encode_text", counted)
+    tokenised = count_tokenised(monkeypatch)
     rng, statuses = random.Random(0), set[int]()
     scheduler = ScriptedScheduler(say=lambda request: "a")
     limits = {"max_queued_tokens": QUEUED, "max_logprob_cells": CELLS, "max_parse_ms": PARSE_MS, "max_body_mib": 1}

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmark import draft_head, picture, plots
 from benchmark.chat_text import PROMPTS, chat_text
-from benchmark.markdown import Result, cell, pick, provenance, split, table
+from benchmark.markdown import Result, cell, models, pick, provenance, split, table
 from benchmark.record import Record
 from benchmark.shapes import Model
 from benchmark.sweep import Burst, Setup, add_model, arguments, names, numbers, positive, random_ids, served_model, sweep
@@ -158,8 +158,7 @@ def plot(result: Result, file: Path) -> None:
             series[f"{name}, {label}, {text} text"] = ratios(rows, speculation, text)
     marks = {name: crossing(points) for name, points in series.items()}
     panel = plots.lines(series, "", "concurrency", "output tokens/s with speculation / without", 1.0, marks)
-    models = ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
-    picture.draw(result, file, f"Where speculation stops paying off: {models}", [panel])
+    picture.draw(result, file, f"Where speculation stops paying off: {models(result)}", [panel])
 
 
 def parse() -> argparse.Namespace:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, table, with_provenance
+from benchmark.markdown import Result, models, table, with_provenance
 from benchmark.record import Record, Row
 from benchmark.server import Server, bench
 from benchmark.shapes import Model
@@ -184,8 +184,7 @@ def plot(result: Result, file: Any) -> None:
         for title, length, same in comparable(rows)
         if ARROW not in length
     ]
-    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
-    picture.draw(result, file, f"No drafts, fixed depths and the controller's choice: {models}", panels, columns=2)
+    picture.draw(result, file, f"No drafts, fixed depths and the controller's choice: {models(result)}", panels, columns=2)
 
 
 def parse() -> argparse.Namespace:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, cell, change, percent, pick, provenance, split, table
+from benchmark.markdown import Result, cell, change, models, percent, pick, provenance, split, table
 from benchmark.phases import Phases
 from benchmark.record import Record
 from benchmark.server import apart
@@ -222,8 +222,7 @@ def plot(result: Result, file: Path) -> None:
     series.
     """
     panels = [_panel(key, found) for key, found in pairs(result["rows"]).items()]
-    models = ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
-    picture.draw(result, file, f"Draft-extend graph off and on: {models}", panels, columns=2)
+    picture.draw(result, file, f"Draft-extend graph off and on: {models(result)}", panels, columns=2)
 
 
 def _panel(key: str, found: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> plots.Panel:

@@ -239,12 +239,17 @@ def run(args: argparse.Namespace, record: Record, model: Mapping[str, Any], draf
             record.add(labels | {"new_tokens": args.new_tokens, "threads": chosen.cpu_threads} | tally.figures())
 
 
+def room_for(requests: int, device: str) -> dict[str, Any]:
+    """Options of an engine that runs `requests` at once beside other engines on `device`."""
+    options: dict[str, Any] = {"device": device, "context_length": CONTEXT, "max_running_requests": requests}
+    # Otherwise each engine would take all of a GPU's memory.
+    return options | ({"max_total_tokens": (requests + 1) * CONTEXT} if device == "cuda" else {})
+
+
 def _options(args: argparse.Namespace, quantization: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"device": args.device, "context_length": CONTEXT, "max_running_requests": max(args.batch)}
+    options = room_for(max(args.batch), args.device)
     options["grammar_backend"] = "none"  # the servers need not load a grammar library each
-    if args.device == "cuda":  # otherwise each server would take all of the GPU's memory
-        options["max_total_tokens"] = (max(args.batch) + 1) * CONTEXT
-    else:
+    if args.device == "cpu":
         options["quantization"] = quantization
         if args.threads is not None:
             options["cpu_threads"] = args.threads

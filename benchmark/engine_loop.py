@@ -93,6 +93,13 @@ class EngineLoop:
         while min(times.tokens for times in self._times.values()) < 8:
             self._scheduler.step()
 
+    def time_steps(self, requests: int, steps: int) -> Figures:
+        """The time of a step, from the faster of two runs of `steps`, and the tokens that each of the `requests` gets in one."""
+        self.run(8)
+        before = self.tokens
+        seconds = min(self.run(steps), self.run(steps))
+        return {"step_ms": seconds * 1e3, "tokens_per_request_and_step": (self.tokens - before) / (2 * steps * requests)}
+
     def serve(self, requests: int, concurrency: int, prompt_len: int, output_len: int) -> Served:
         """Run a closed loop of `concurrency` clients until `requests` are answered."""
         self._times.clear()

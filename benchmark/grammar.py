@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmark import picture, plots
-from benchmark.embedded_speculation import CONTEXT, Tally, chat_prompts, speculation
+from benchmark.embedded_speculation import Tally, chat_prompts, room_for, speculation
 from benchmark.hostile_grammars import CALM_SECONDS, hostile_table, measure_hostile, measure_process, process_table
 from benchmark.markdown import Result, pick, provenance, table
 from benchmark.record import Record
@@ -160,7 +160,7 @@ def measure_masks(record: Record, tokenizer_folder: Path, backends: list[str], l
 
 def measure_serving(record: Record, shape: str, batches: list[int], new_tokens: int, bursts: int, threads: int | None) -> None:
     """Record the throughput of one server that answers alternately with and without the schema."""
-    options: dict[str, Any] = {"device": "cpu", "context_length": CONTEXT, "max_running_requests": max(batches), "cpu_threads": threads}
+    options = room_for(max(batches), "cpu") | {"cpu_threads": threads}
     free = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
     kinds = {"free": free, "schema": {**free, "json_schema": json.dumps(RECORDS)}}
     with Engine(**options, **speculation(shape)) as engine:
@@ -183,7 +183,7 @@ def measure_serving(record: Record, shape: str, batches: list[int], new_tokens: 
 
 def measure_acceptance(record: Record, shape: str, batch: int, new_tokens: int, bursts: int, threads: int | None) -> None:
     """Record accept lengths of one server that answers the same prompts with each grammar."""
-    options: dict[str, Any] = {"device": "cpu", "context_length": CONTEXT, "max_running_requests": batch, "cpu_threads": threads}
+    options = room_for(batch, "cpu") | {"cpu_threads": threads}
     with Engine(**options, **speculation(shape)) as engine:
         asked = chat_prompts(engine)
         for name, fields in CONSTRAINTS.items():

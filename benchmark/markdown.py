@@ -55,6 +55,11 @@ def signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+.2f}"
 
 
+def models(result: Result) -> str:
+    """The models of the rows, for a title."""
+    return ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
+
+
 def provenance(result: Result) -> str:
     """One line with machine, versions, and the commits and commands of the rows."""
     rows, machine = result["rows"], result["machine"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, change, label, percent, pick, provenance, split, table
+from benchmark.markdown import Result, change, label, models, percent, pick, provenance, split, table
 from benchmark.record import Record, Row
 from benchmark.server import apart
 from benchmark.shapes import Model, read_rate
@@ -67,19 +67,15 @@ def _measure(config: Any, worker: Any, batches: Sequence[int], context: int, ste
         for batch in batches:
             loop = EngineLoop(config, worker, overlap == "on")
             loop.start(batch, context, 8 * (2 * steps + TRACED_STEPS + 40))
-            loop.run(8)
-            before = loop.tokens
-            seconds = min(loop.run(steps), loop.run(steps))
-            row = {"graphs": graphs, "overlap": overlap, "batch": batch, "context": context, "step_ms": seconds * 1e3,
-                   "tokens_per_request_and_step": (loop.tokens - before) / (2 * steps * batch)}  # fmt: skip
+            row = {"graphs": graphs, "overlap": overlap, "batch": batch, "context": context, **loop.time_steps(batch, steps)}
             if (graphs, overlap) in VARIANTS[:2]:
-                row |= traced(loop, worker, seconds)
+                row |= traced(loop, worker, row["step_ms"])
             loop.stop()
             rows.append(row)
     return rows
 
 
-def traced(loop: Any, worker: Any, step_seconds: float) -> Row:
+def traced(loop: Any, worker: Any, step_ms: float) -> Row:
     """Trace a few steps, starting with an idle device, and return a summary of the trace."""
     with tempfile.TemporaryDirectory() as folder:
         worker.start_profile(folder)
@@ -95,7 +91,7 @@ def traced(loop: Any, worker: Any, step_seconds: float) -> Row:
     return {
         "kernels": len(gpu) / TRACED_STEPS,
         "busy_ms": busy / 1e3,
-        "idle": max(1.0 - busy / (step_seconds * 1e6), 0.0),
+        "idle": max(1.0 - busy / (step_ms * 1e3), 0.0),
         "traced_step_ms": traced_seconds * 1e3,
         "traced_idle": 1.0 - busy / (traced_seconds * 1e6),
         "spent_us": {name: us / TRACED_STEPS for name, us in alone(gpu).items()},
@@ -193,8 +189,7 @@ def plot(result: Result, file: Path) -> None:
 
     series = split(result["rows"], itemgetter("model", "mode"))
     panels = [plots.bars(plots.grouped(map(bar, rows)), f"{model}, {mode}", "ms per step") for (model, mode), rows in series.items()]
-    models = ", ".join(dict.fromkeys(model for model, _ in series))
-    picture.draw(result, file, f"One steady decode step: {models}", panels, columns=2)
+    picture.draw(result, file, f"One steady decode step: {models(result)}", panels, columns=2)
 
 
 def main() -> None:

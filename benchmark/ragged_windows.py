@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, models, table, with_provenance
 from benchmark.record import Record, Row
 from benchmark.server import apart
 from benchmark.shapes import Model
@@ -64,13 +64,8 @@ def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: i
     return rows
 
 
-def render(result: Result) -> str:
-    """One row per batch size."""
-    return f"{summary(result)}\n\n{provenance(result)}"
-
-
 def summary(result: Result) -> str:
-    """The table alone."""
+    """One row per batch size."""
     lines = [
         [row["model"], row["batch"], f"{row['full_ms']:.3f}", f"{row['ragged_ms']:.3f}", f"{row['full_ms'] / row['ragged_ms']:.3f}"]
         for row in result["rows"]
@@ -78,12 +73,15 @@ def summary(result: Result) -> str:
     return table(["half of the requests without drafts", "requests", "full windows (ms)", "ragged windows (ms)", "speedup"], lines)
 
 
+render = with_provenance(summary)
+
+
 def plot(result: Result, file: Path) -> None:
     """Both times by batch size."""
     rows = result["rows"]
     groups = {f"{row['batch']} requests": {"full windows": row["full_ms"], "ragged windows": row["ragged_ms"]} for row in rows}
-    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
-    picture.draw(result, file, f"Half of the requests without drafts: {models}", [plots.bars(groups, "", "ms per iteration")], columns=1)
+    panel = plots.bars(groups, "", "ms per iteration")
+    picture.draw(result, file, f"Half of the requests without drafts: {models(result)}", [panel], columns=1)
 
 
 def main() -> None:

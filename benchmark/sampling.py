@@ -48,13 +48,8 @@ def measure(flags: Sequence[str], choices: Sequence[str], batches: Sequence[int]
         for batch in batches:
             loop = EngineLoop(config, worker, overlap=True)
             loop.start(batch, context, (STEPS + 1) * (2 * steps + 40), SamplingParams(**CHOICES[choice]))  # type: ignore[arg-type]
-            loop.run(8)
-            before = loop.tokens
-            seconds = min(loop.run(steps), loop.run(steps))
-            each = (loop.tokens - before) / (2 * steps * batch)
+            rows.append({"choice": choice, "batch": batch, "context": context, **loop.time_steps(batch, steps)})
             loop.stop()
-            labels = {"choice": choice, "batch": batch, "context": context}
-            rows.append({**labels, "step_ms": seconds * 1e3, "tokens_per_request_and_step": each})
     worker.close()
     return rows
 

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.embedded_speculation import CONTEXT, OFF, measure, speculation
+from benchmark.embedded_speculation import OFF, measure, room_for, speculation
 from benchmark.markdown import Result, provenance, split, table
 from benchmark.record import Record, Row
 from benchmark.server import environment
@@ -103,9 +103,7 @@ def run(args: argparse.Namespace, record: Record, model: Mapping[str, Any], draf
         model: further options of all servers.
         drafts: further options of those that draft.
     """
-    common: dict[str, Any] = {"device": args.device, "context_length": CONTEXT, "max_running_requests": max(args.batch)}
-    if args.device == "cuda":  # otherwise each server would take all of the GPU's memory
-        common["max_total_tokens"] = (max(args.batch) + 1) * CONTEXT
+    common = room_for(max(args.batch), args.device)
     if args.model is not None:
         common["model_path"] = args.model
     common |= model

@@ -17,7 +17,7 @@ from typing import Any
 from benchmark import picture, plots
 from benchmark.depth_curve import AUTO, drafting
 from benchmark.machine import gpu
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, models, provenance, table
 from benchmark.record import Record, Row
 from benchmark.shapes import Model
 from benchmark.sweep import Burst, Setup, arguments, names, random_ids, served_model, shared_prefix, sweep
@@ -144,8 +144,7 @@ def plot(result: Result, file: Path) -> None:
         if name in groups:
             groups[name]["SGLang, EAGLE 3/1/4"] = value / base[name]
     unit = "throughput / SGLang without drafts" if known[PLAIN] else "throughput / no drafts"
-    models = ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
-    picture.draw(result, file, f"Workloads: {models}", [plots.bars(groups, "", unit, kind="workload")], columns=1)
+    picture.draw(result, file, f"Workloads: {models(result)}", [plots.bars(groups, "", unit, kind="workload")], columns=1)
 
 
 def main() -> None:

@@ -139,21 +139,18 @@ def test_64_mixed_requests_at_once_on_the_real_model_leak_nothing(embedded: Embe
     assert embedded.process.poll() is None
 
 
-def test_after_1000_random_aborts_memory_is_back_at_the_baseline(slow_server: fake.Server) -> None:
+@in_event_loop
+async def test_after_1000_random_aborts_memory_is_back_at_the_baseline(slow_server: fake.Server) -> None:
     server, before = slow_server, quiet(slow_server.url)
+    draw, room = random.Random(1), asyncio.Semaphore(48)
+    limits = httpx.Limits(max_connections=48, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits, trust_env=False, verify=False) as client:
 
-    async def leave() -> None:
-        draw, room = random.Random(1), asyncio.Semaphore(48)
-        limits = httpx.Limits(max_connections=48, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits, trust_env=False, verify=False) as client:
+        async def one() -> str:
+            async with room:
+                return await streamed(client, 400, draw.randint(0, 20))
 
-            async def one() -> str:
-                async with room:
-                    return await streamed(client, 400, draw.randint(0, 20))
-
-            assert set(await asyncio.gather(*(one() for _ in range(1000)))) == {"left"}
-
-    asyncio.run(leave())
+        assert set(await asyncio.gather(*(one() for _ in range(1000)))) == {"left"}
     after = quiet(server.url)
     assert after["pages_free"] == before["pages_free"]
     assert after["num_aborted_requests_total"] - before["num_aborted_requests_total"] >= 900  # a few end before a busy client leaves

@@ -420,18 +420,16 @@ def test_a_model_name_too_long_for_a_path_is_no_folder() -> None:
         asyncio.run(open_vocabulary(client, None, "x" * 300, {}))
 
 
-def test_headers_and_paths_beyond_ascii_are_sent() -> None:
+@in_event_loop
+async def test_headers_and_paths_beyond_ascii_are_sent() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + head)
         writer.close()
 
-    async def ask() -> bytes:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            return (await HttpClient(f"http://127.0.0.1:{port}/é", {"X-Name": "é"}).exchange("GET", "/v1"))[1]
-
-    head = asyncio.run(ask())
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        _, head = await HttpClient(f"http://127.0.0.1:{port}/é", {"X-Name": "é"}).exchange("GET", "/v1")
     assert head.startswith(b"GET /%C3%A9/v1 HTTP/1.1\r\n")
     assert "x-name: é\r\n".encode("latin-1") in head.replace(b"X-Name", b"x-name")
 

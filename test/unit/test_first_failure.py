@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 
+from event_loop import in_event_loop
 from runtime.entrypoints.child import ChildFailed, ChildReady, ChildStatus
 from runtime.entrypoints.child_process import Child, first_failure
 from runtime.errors import ConfigError, ServingError
@@ -39,33 +40,27 @@ def children() -> tuple[ReportingChild, ReportingChild, ReportingChild]:
     return scheduler, worker, detokenizer
 
 
-def test_the_rank_that_failed_first_is_named_although_its_report_is_read_last() -> None:
-    async def start() -> ServingError:
-        scheduler, worker, detokenizer = children()
-        scheduler.report(ChildFailed("rank 0 lost rank 1", is_config=False, at=100.002))
-        late = asyncio.get_running_loop().call_later(0.05, worker.report, ChildFailed("no memory", is_config=True, at=100.001))
-        error = await first_failure([scheduler, worker, detokenizer], FOUND)
-        assert late.when() < asyncio.get_running_loop().time()
-        return error
-
-    error = asyncio.run(start())
+@in_event_loop
+async def test_the_rank_that_failed_first_is_named_although_its_report_is_read_last() -> None:
+    scheduler, worker, detokenizer = children()
+    scheduler.report(ChildFailed("rank 0 lost rank 1", is_config=False, at=100.002))
+    late = asyncio.get_running_loop().call_later(0.05, worker.report, ChildFailed("no memory", is_config=True, at=100.001))
+    error = await first_failure([scheduler, worker, detokenizer], FOUND)
+    assert late.when() < asyncio.get_running_loop().time()
     assert isinstance(error, ConfigError)
     assert error.message == "no memory"
 
 
-def test_a_killed_rank_comes_before_those_that_lose_it() -> None:
-    async def start() -> ServingError:
-        scheduler, worker, detokenizer = children()
-        scheduler.report(ChildFailed("rank 0 lost rank 1", is_config=False, at=100.0))
-        worker.die("signal SIGKILL")
-        return await first_failure([scheduler, worker, detokenizer], FOUND)
+@in_event_loop
+async def test_a_killed_rank_comes_before_those_that_lose_it() -> None:
+    scheduler, worker, detokenizer = children()
+    scheduler.report(ChildFailed("rank 0 lost rank 1", is_config=False, at=100.0))
+    worker.die("signal SIGKILL")
+    error = await first_failure([scheduler, worker, detokenizer], FOUND)
+    assert error.message == "the worker-1 process died during its start (signal SIGKILL)"
 
-    assert asyncio.run(start()).message == "the worker-1 process died during its start (signal SIGKILL)"
 
-
-def test_an_error_that_no_child_reported_stays() -> None:
-    async def start() -> ServingError:
-        scheduler, _, detokenizer = children()
-        return await first_failure([scheduler, detokenizer], FOUND)
-
-    assert asyncio.run(start()) is FOUND
+@in_event_loop
+async def test_an_error_that_no_child_reported_stays() -> None:
+    scheduler, _, detokenizer = children()
+    assert await first_failure([scheduler, detokenizer], FOUND) is FOUND

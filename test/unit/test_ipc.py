@@ -13,6 +13,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from event_loop import in_event_loop
 from runtime.managers import messages as io
 from runtime.managers.ipc import LARGE_FRAME, AsyncInbox, BadFrame, Codec, Inbox, Outbox, address
 from runtime.managers.telemetry.decode_stats import DecodeStats
@@ -94,50 +95,43 @@ def test_many_threads_may_send_through_one_outbox(tmp_path: Path) -> None:
     inbox.close()
 
 
-def test_an_asyncio_loop_reads_while_it_does_other_things(tmp_path: Path) -> None:
-    async def main() -> tuple[object, int]:
-        inbox: AsyncInbox[io.ToTokenizer] = AsyncInbox(tmp_path, "tokenizer", io.ToTokenizer)
-        outbox = Outbox(tmp_path, "tokenizer")
-        waiting = asyncio.ensure_future(inbox.receive())
-        turns = 0
-        while turns < 3:
-            await asyncio.sleep(0.01)
+@in_event_loop
+async def test_an_asyncio_loop_reads_while_it_does_other_things(tmp_path: Path) -> None:
+    inbox: AsyncInbox[io.ToTokenizer] = AsyncInbox(tmp_path, "tokenizer", io.ToTokenizer)
+    outbox = Outbox(tmp_path, "tokenizer")
+    waiting = asyncio.ensure_future(inbox.receive())
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+    assert not waiting.done()
+    outbox.send(FROM_SCHEDULER[-1])
+    assert await asyncio.wait_for(waiting, 5.0) == FROM_SCHEDULER[-1]
+    outbox.close()
+    inbox.close()
+
+
+@in_event_loop
+async def test_other_tasks_run_between_large_frames(tmp_path: Path) -> None:
+    inbox: AsyncInbox[io.ToTokenizer] = AsyncInbox(tmp_path, "tokenizer", io.ToTokenizer)
+    outbox, turns = Outbox(tmp_path, "tokenizer"), 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
             turns += 1
-        assert not waiting.done()
-        outbox.send(FROM_SCHEDULER[-1])
-        message = await asyncio.wait_for(waiting, 5.0)
-        outbox.close()
-        inbox.close()
-        return message, turns
+            await asyncio.sleep(0)
 
-    assert asyncio.run(main()) == (FROM_SCHEDULER[-1], 3)
-
-
-def test_other_tasks_run_between_large_frames(tmp_path: Path) -> None:
-    async def main() -> int:
-        inbox: AsyncInbox[io.ToTokenizer] = AsyncInbox(tmp_path, "tokenizer", io.ToTokenizer)
-        outbox, turns = Outbox(tmp_path, "tokenizer"), 0
-
-        async def other() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        large = io.ControlReply(call_id="x" * (LARGE_FRAME + 1), result=io.CacheFlushed(pages=0))
-        for _ in range(11):
-            outbox.send(large)
+    large = io.ControlReply(call_id="x" * (LARGE_FRAME + 1), result=io.CacheFlushed(pages=0))
+    for _ in range(11):
+        outbox.send(large)
+    await inbox.receive()
+    await asyncio.sleep(0.2)  # the others arrive
+    task, before = asyncio.create_task(other()), turns
+    for _ in range(10):
         await inbox.receive()
-        await asyncio.sleep(0.2)  # the others arrive
-        task, before = asyncio.create_task(other()), turns
-        for _ in range(10):
-            await inbox.receive()
-        task.cancel()
-        outbox.close()
-        inbox.close()
-        return turns - before
-
-    assert asyncio.run(main()) >= 9
+    task.cancel()
+    outbox.close()
+    inbox.close()
+    assert turns - before >= 9
 
 
 def test_an_address_too_long_for_a_socket_is_refused_by_name(tmp_path: Path) -> None:

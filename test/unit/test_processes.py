@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from event_loop import in_event_loop
 from runtime.entrypoints.processes import Runtime
 from runtime.errors import ServingError
 
 
-def test_the_socket_folder_is_removed_before_ray_which_may_take_longer_than_the_server_may(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_the_socket_folder_is_removed_before_ray_which_may_take_longer_than_the_server_may(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[bool] = []
 
     class SlowRay:
@@ -26,12 +27,8 @@ def test_the_socket_folder_is_removed_before_ray_which_may_take_longer_than_the_
             left.append(Path(self.folder).exists())
 
     monkeypatch.setitem(sys.modules, "runtime.entrypoints.ray_ranks", SimpleNamespace(RayRanks=SlowRay))
-
-    async def start_and_stop() -> None:
-        runtime = Runtime(SimpleNamespace(parallel=SimpleNamespace(tp_size=2, executor="ray")), None)  # type: ignore[arg-type]
-        with pytest.raises(ServingError):
-            await runtime.start()
-        await runtime.stop()
-
-    asyncio.run(start_and_stop())
+    runtime = Runtime(SimpleNamespace(parallel=SimpleNamespace(tp_size=2, executor="ray")), None)  # type: ignore[arg-type]
+    with pytest.raises(ServingError):
+        await runtime.start()
+    await runtime.stop()
     assert left == [False]

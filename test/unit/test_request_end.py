@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from dataclasses import replace
@@ -15,6 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from event_loop import in_event_loop
 from runtime.config.flag_parser import from_fields
 from runtime.config.resolve import check
 from runtime.entrypoints.http.tracing import otlp_provider
@@ -68,13 +68,11 @@ def test_text_lines_of_requests_have_counts_and_phases(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("key", [None, "sk-a"])
-def test_text_lines_of_http_requests_have_bytes_and_client(key: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    async def check() -> httpx.Response:
-        async with front(log_requests=True, api_key=key) as f:
-            return await f.client.get("/v1/models")
-
+@in_event_loop
+async def test_text_lines_of_http_requests_have_bytes_and_client(key: str | None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        answer = asyncio.run(check())
+        async with front(log_requests=True, api_key=key) as f:
+            answer = await f.client.get("/v1/models")
     (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("access_log")]
     client = "127.0.0.1" if key is None else "key api-key"
     size, name = len(answer.content), answer.headers["x-request-id"]
@@ -82,16 +80,13 @@ def test_text_lines_of_http_requests_have_bytes_and_client(key: str | None, capl
 
 
 @pytest.mark.parametrize("status", [200, 400])
-def test_every_request_has_a_span_and_a_new_trace_without_a_caller(status: int) -> None:
+@in_event_loop
+async def test_every_request_has_a_span_and_a_new_trace_without_a_caller(status: int) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-
-    async def ask() -> httpx.Response:
-        app = create_app(make_manager(ScriptedScheduler()), provider)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-            return await client.post("/v1/completions", json={"prompt": "hi" if status == 200 else 3, "n": 2})
-
-    answer = asyncio.run(ask())
+    app = create_app(make_manager(ScriptedScheduler()), provider)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        answer = await client.post("/v1/completions", json={"prompt": "hi" if status == 200 else 3, "n": 2})
     assert answer.status_code == status
     *phases, root = exporter.get_finished_spans()
     assert root.attributes is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from runtime.config.flag_parser import parse
 from runtime.entrypoints.prepare import prepare
@@ -84,6 +87,14 @@ def test_a_batch_of_windows_has_the_bits_of_decoding_in_int8(tmp_path: Path, nam
 def test_biases_of_attention_match_transformers(tmp_path: Path, name: str) -> None:
     reference = Checkpoint(name, tmp_path, attention_bias=True)
     reference.check([(13, EXTEND), (27, EXTEND)])
+
+
+@pytest.mark.parametrize(("given", "rotated"), [({}, 4), ({"partial_rotary_factor": None}, None), ({"partial_rotary_factor": 0.5}, 8)])
+def test_the_rotated_share_of_heads_is_that_of_transformers(given: dict[str, Any], rotated: int | None) -> None:
+    raw = {**RAW, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, **given}
+    assert parse_hf_config(raw, "config.json").rotary_dim == rotated
+    rotary = Qwen3_5TextRotaryEmbedding(Qwen3_5TextConfig(**copy.deepcopy(raw)))
+    assert 2 * len(rotary.inv_freq) == (rotated or RAW["head_dim"])
 
 
 # ---- tensors

@@ -52,7 +52,8 @@ def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeF
     """
     chosen = rope_object(fields) if chosen is None else chosen
     theta = chosen.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA))
-    partial = chosen.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    # Null at the top level means whole heads, as in transformers, whatever the family's default is.
+    partial = chosen.number("partial_rotary_factor", fields.optional_number("partial_rotary_factor") or 1.0)
     context = fields.positive("max_position_embeddings")
     name = str(chosen.get("rope_type", chosen.get("type", "default")))
     kind = ALIASES.get(name, name)

@@ -18,6 +18,7 @@ from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError
 from runtime.layers.sparse_mlp import SparseMlp
 from runtime.layers.torch_ops import TorchOps
+from runtime.models.block import Block
 from runtime.models.config import DeltaConfig, ModelConfig, MoeConfig
 from runtime.models.delta_fields import MTP
 from runtime.models.registry import load_hf_config, parse_hf_config
@@ -105,6 +106,16 @@ def test_stacked_experts_as_published_match_transformers(tmp_path: Path) -> None
     reference.reference.save_pretrained(tmp_path, save_original_format=False)
     assert load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 64, 64)
     reference.check()
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4", "int8"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_gates_keep_16_bits_when_quantized_on_load(tmp_path: Path, name: str, quantization: str) -> None:
+    Checkpoint(name, tmp_path, linear_value_head_dim=32, shared_expert_intermediate_size=32)
+    block = loaded(tmp_path, quantization).layers[0]
+    assert isinstance(block, Block)
+    schemes = [gemm.linear.scheme.name for gemm in block.attention.gemms(block.attn_norm, block.attn_norm)]
+    assert schemes == [quantization, "none", quantization]  # queries, keys, values, output gates; rates, decays; output
 
 
 @pytest.mark.parametrize("name", [*QWEN, "qwen3.5-with-vision-tied"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,9 +161,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> PreTrainedModel:
-    """Save `model` with the projections of its layers quantised. Returns the model that they stand for."""
+def write_quantized(folder: Path, model: PreTrainedModel, form: str, kept: Sequence[str] = ()) -> PreTrainedModel:
+    """Save `model` with the projections of its layers quantised, except those named in `kept`. Returns the model that they stand for."""
     kind, config = CONFIGS[form]
+    names = "ignore" if "ignore" in config else "modules_to_not_convert"
+    config = {**config, names: [*config.get(names, []), *kept]}
     for exact in (folder, folder / "exact"):
         model.save_pretrained(exact)
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}

@@ -41,7 +41,8 @@ class DeltaParts:
         """The linear attention of layer `layer`."""
         c, weights, prefix, delta = self._parts.config, self._parts.weights, self._prefix, self._delta
         qkvz = weights.rows_of(self._qkvz_rows(), c.hidden_size)
-        gates = weights.rows_of(self._gate_rows(), c.hidden_size)
+        # Few rows, whose rounding every later token would feel through the decays.
+        gates = weights.rows_of(self._gate_rows(), c.hidden_size, keep=True)
         values = delta.num_value_heads * delta.value_dim
         group, unit = self._parts.context.group, self._per_key * delta.value_dim
         o = weights.linear({prefix + "out_proj": c.hidden_size}, values, False, Partition.ROW, [Shard(group.rank, group.size, unit)])

@@ -164,13 +164,17 @@ class WeightTable:
             first, start = first + count, piece.rows.stop
         return self._assembled(pieces, bias, partition, group, scheme, total)
 
-    def rows_of(self, pieces: Sequence[LayerRows], in_features: int, bias: bool = False) -> Linear:
-        """A linear layer of some rows of the checkpoint's layers, in this order: this rank's rows of a layer that is sharded by columns."""
+    def rows_of(self, pieces: Sequence[LayerRows], in_features: int, bias: bool = False, keep: bool = False) -> Linear:
+        """A linear layer of some rows of the checkpoint's layers, in this order: this rank's rows of a layer that is sharded by columns.
+
+        `keep`: whether the layer stays in 16 bits unless the checkpoint stores it quantised.
+        """
         parts, start = list[LinearPart](), 0
         for layer, total, rows in pieces:
             parts.append(LinearPart(layer, (total, in_features), (rows, slice(0, in_features)), start))
             start = parts[-1].rows.stop
-        return self._assembled(parts, bias, Partition.COLUMN, self.group, None, start * self.group.size)
+        scheme = DENSE if keep and (self._quant is None or not self._quant.stored) else None
+        return self._assembled(parts, bias, Partition.COLUMN, self.group, scheme, start * self.group.size)
 
     def _assembled(
         self,

@@ -464,6 +464,12 @@ def test_layers_that_are_not_converted_keep_their_weights() -> None:
     gptq = quant(FORMS["gptq"], dynamic={r"-:.*layers\.3\.mlp\.exp": {}})
     assert gptq.keeps(within)
     assert not gptq.keeps("model.layers.4.mlp.experts.7.up_proj")
+    published = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}}  # Qwen 3.5
+    qwen = quant(FORMS["gptq"], dynamic=published)
+    layers = ("mtp.layers.0.mlp.up_proj", "model.layers.0.linear_attn.out_proj", within)
+    assert [qwen.keeps(layer) for layer in layers] == [True, True, False]
+    first = quant(FORMS["gptq"], dynamic={"+:.*down|.*up": {"bits": 4}, "-:.*gate_proj|.*experts": {}, ".*attn": {}})
+    assert [first.keeps(f"mlp.experts.7.{part}_proj") for part in ("down", "up", "gate")] == [False, False, True]
     some = quant(FORMS["gptq"], modules_in_block_to_quantize=[["self_attn.q_proj"], ["mlp.down_proj"]])
     assert some.keeps(within)
     assert not some.keeps("model.layers.0.self_attn.q_proj")
@@ -511,6 +517,8 @@ def test_a_flag_may_name_the_format_of_the_checkpoint() -> None:
     ("gptq", {"pack_dtype": "int64"}, "pack_dtype: int64"),
     ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic: rules that do not exclude layers"),
     ("gptq", {"dynamic": {".*": {"bits": 8}}}, "dynamic: rules that do not exclude layers"),
+    ("gptq", {"dynamic": {"lm_head": True}}, "dynamic: rules that do not exclude layers"),
+    ("gptq", {"dynamic": ["-:.*"]}, "dynamic: rules that do not exclude layers"),
     ("gptq", {"quant_method": "bitsandbytes"}, "quant_method: bitsandbytes"),
     ("auto-round-gptq", {"packing_format": "auto_round:llm_compressor"}, "packing_format: auto_round:llm_compressor"),
     ("auto-round-gptq", {"packing_format": None}, "packing_format: missing"),

@@ -157,10 +157,7 @@ def _gptq(quant: ConfigFields, name: str) -> QuantConfig:
             raise _refused(quant, f"{name}.{field}", quant.get(field, False))
     if quant.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
         raise _refused(quant, f"{name}.pack_dtype", quant.get("pack_dtype", None))
-    rules = quant.get("dynamic", {})
-    if not isinstance(rules, dict) or not all(pattern.startswith("-:") for pattern in rules):
-        raise _refused(quant, f"{name}.dynamic", "rules that do not exclude layers")
-    kept = (*_checked(quant, f"{name}.dynamic", [f"re:{pattern[2:]}" for pattern in rules]), *_names(quant, "modules_to_not_convert"))
+    kept = (*_gptq_kept(quant, name), *_names(quant, "modules_to_not_convert"))
     within = quant.get("modules_in_block_to_quantize", [])
     only = [each for names in within for each in (names if isinstance(names, list) else [names])] if isinstance(within, list) else within
     form = Int4Format(
@@ -168,6 +165,21 @@ def _gptq(quant: ConfigFields, name: str) -> QuantConfig:
         zero_offset=int(storage == "gptq"), ordered=quant.flag("desc_act"),
     )  # fmt: skip
     return QuantConfig("int4", kept=kept, only=_checked(quant, f"{name}.modules_in_block_to_quantize", only), int4=form)
+
+
+def _gptq_kept(quant: ConfigFields, name: str) -> tuple[str, ...]:
+    """Patterns of the layers that the rules in GPTQ's `dynamic` exclude. The first rule that matches a layer counts; one that excludes
+    nothing may only repeat the fields of all layers, as Qwen's files have it for the LM head.
+    """
+    rules, patterns, converted = quant.get("dynamic", {}), list[str](), list[str]()
+    for rule, changes in rules.items() if isinstance(rules, dict) else [("", rules)]:
+        if rule.startswith("-:"):
+            patterns.append(f"re:(?!{'|'.join(converted)})(?:{rule[2:]})" if converted else f"re:{rule[2:]}")
+        elif isinstance(changes, dict) and all(quant.get(field, None) == value for field, value in changes.items()):
+            converted.append(f"(?:{rule.removeprefix('+:')})")
+        else:
+            raise _refused(quant, f"{name}.dynamic", "rules that do not exclude layers")
+    return _checked(quant, f"{name}.dynamic", patterns)
 
 
 def _auto_round(quant: ConfigFields, name: str) -> QuantConfig:

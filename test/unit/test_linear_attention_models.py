@@ -16,14 +16,17 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from runtime.config.flag_parser import parse
 from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError
+from runtime.layers.linear import Linear
 from runtime.layers.sparse_mlp import SparseMlp
 from runtime.layers.torch_ops import TorchOps
 from runtime.models.block import Block
 from runtime.models.config import DeltaConfig, ModelConfig, MoeConfig
+from runtime.models.decoder import DecoderModel
 from runtime.models.delta_fields import MTP
 from runtime.models.registry import load_hf_config, parse_hf_config
 from unit import predicting, test_models, test_mtp
 from unit.driver import Driver
+from unit.int4_files import FORMS, SHUFFLED_FORMS, packed, write_int4
 from unit.predicting import VOCAB
 from unit.ranks import Meeting, ThreadGroup, ranks
 from unit.small_tokenizer import write_small_tokenizer
@@ -108,14 +111,39 @@ def test_stacked_experts_as_published_match_transformers(tmp_path: Path) -> None
     reference.check()
 
 
+def first_layers(model: DecoderModel) -> list[Linear]:
+    """The linear layers of the first layer's attention: queries, keys, values and output gates; rates and decays; output."""
+    block = model.layers[0]
+    assert isinstance(block, Block)
+    assert block.attn_norm is not None
+    return [gemm.linear for gemm in block.attention.gemms(block.attn_norm, block.attn_norm)]
+
+
 @pytest.mark.parametrize("quantization", ["fp8", "int4", "int8"])
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
 def test_gates_keep_16_bits_when_quantized_on_load(tmp_path: Path, name: str, quantization: str) -> None:
     Checkpoint(name, tmp_path, linear_value_head_dim=32, shared_expert_intermediate_size=32)
-    block = loaded(tmp_path, quantization).layers[0]
-    assert isinstance(block, Block)
-    schemes = [gemm.linear.scheme.name for gemm in block.attention.gemms(block.attn_norm, block.attn_norm)]
-    assert schemes == [quantization, "none", quantization]  # queries, keys, values, output gates; rates, decays; output
+    schemes = [linear.scheme.name for linear in first_layers(loaded(tmp_path, quantization))]
+    assert schemes == [quantization, "none", quantization]
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "gptq-activation-order", "compressed"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_gates_in_int4_are_read_dequantized(tmp_path: Path, name: str, form: str) -> None:
+    """Those of a key head are fewer rows than a word of int4 codes holds."""
+    sizes = {"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_value_head_dim": 32}
+    reference = Checkpoint(name, tmp_path / "plain", **sizes, **heads).reference
+    form_of = {**FORMS, **SHUFFLED_FORMS}[form]
+    write_int4(tmp_path, reference, form_of)
+    held = load_file(tmp_path / "plain" / "model.safetensors")
+    prefix, parts = "model.layers.0.linear_attn.in_proj_", ("ba",) if name == "qwen3-next" else ("b", "a")
+    exact = torch.cat([packed(held[f"{prefix}{part}.weight"], form_of, zero_points=True)[1] for part in parts])
+    if name == "qwen3-next":  # two rows of rates, then two of decays, for each key head
+        exact = exact.unflatten(0, (4, 2, 2)).transpose(0, 1).flatten(0, 2)
+    assert torch.equal(first_layers(loaded(tmp_path))[1].weight, exact)
+    second = loaded(tmp_path, group=ThreadGroup(1, 2, Meeting(2)), ep_size=2 if name == "qwen3-next" else 1)
+    assert torch.equal(first_layers(second)[1].weight, exact.unflatten(0, (2, 2, 4))[:, 1].flatten(0, 1))
 
 
 @pytest.mark.parametrize("name", [*QWEN, "qwen3.5-with-vision-tied"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +15,13 @@ from runtime.layers.quantization.int4_layouts import GpuLayout
 from runtime.layers.quantization.scheme import LinearPart, NewWeight, WeightSlot
 
 
+class Packable(NamedTuple):
+    """A layer that a checkpoint may hold in int4: the shape of its weight, [out, in], and what stores the whole value."""
+
+    shape: tuple[int, int]
+    put: Callable[[torch.Tensor], object]
+
+
 class PackedLayer:
     """Stores the int4 tensors of a layer, then dequantises them.
 
@@ -21,16 +30,16 @@ class PackedLayer:
         given: names of those that it needed and got.
     """
 
-    def __init__(self, layer: str, weight: torch.Tensor, form: Int4Format) -> None:
-        """`weight` [out, in]: receives the value of the layer of this name, whose columns are whole groups.
+    def __init__(self, layer: str, target: Packable, form: Int4Format, dtype: torch.dtype, device: torch.device) -> None:
+        """`target`: receives, in `dtype`, the value of the layer of this name, whose columns are whole groups.
 
         Raises:
             ConfigError: the rows are no whole words.
         """
-        out, columns = weight.shape
-        self._weight, self._layout = weight, GpuLayout(form.group)  # on a CPU too: it keeps zero points exactly
+        out, columns = target.shape
+        self._put, self._dtype, self._layout = target.put, dtype, GpuLayout(form.group)  # on a CPU too: it keeps zero points exactly
         whole = LinearPart(layer, (out, columns), (slice(0, out), slice(0, columns)), 0)
-        storage = self._layout.allocate(NewWeight(out, columns, weight.dtype, weight.device))
+        storage = self._layout.allocate(NewWeight(out, columns, dtype, device))
         self._storage = replace(storage, order=ColumnOrder(columns, slice(0, columns))) if form.ordered else storage
         self._slots = stored_slots(whole, form, self._layout, self._storage)
         self.missing = {name for name, slot in self._slots.items() if not slot.optional}
@@ -45,4 +54,4 @@ class PackedLayer:
 
     def fill(self) -> None:
         """Store the value of the weight, once all tensors are stored."""
-        self._weight.copy_(self._storage.restored(self._layout.dequantize(self._storage, self._weight.dtype)))
+        self._put(self._storage.restored(self._layout.dequantize(self._storage, self._dtype)))

@@ -14,6 +14,7 @@ from runtime.layers.moe.router import KEPT_ROWS, Router, RoutingRule
 from runtime.layers.sparse_mlp import SharedExpert, SparseMlp
 from runtime.models.config import MoeConfig
 from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
+from runtime.models.packed_layer import Packable
 from runtime.models.weights import WeightTable
 
 SHARED_PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -90,7 +91,7 @@ class SparseParts:
         m, tensor = self.moe, self.weights.tensor
         rule = RoutingRule(m.top_k, m.scoring, m.renormalize, m.scaling, m.num_groups, m.top_groups, int(fused), m.group_best)
         weight = tensor(names.router + ".weight", (m.num_experts, self.hidden))
-        self.weights.may_be_packed(names.router, weight)  # as in some files of AutoAWQ
+        self.weights.may_be_packed(names.router, Packable((m.num_experts, self.hidden), weight.copy_))  # as in some files of AutoAWQ
         bias = tensor(names.router + ".bias", (m.num_experts,)) if m.bias else None
         shape = (1,) * names.correction_rows + (m.num_experts,)
         correction = tensor(names.correction_bias, shape, torch.float32).view(-1) if m.correction else None

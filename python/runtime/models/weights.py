@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantSchem
 from runtime.models.checkpoint_parts import Part, Sliceable, Staging, in_memory, parts_of, store_part
 from runtime.models.context import ModelContext
 from runtime.models.misfit import cure, wrong_shape
-from runtime.models.packed_layer import PackedLayer
+from runtime.models.packed_layer import Packable, PackedLayer
 from runtime.models.parallel_store import store_in_threads
 
 UNUSED_SCALES = (".input_scale", ".output_scale", "activation_scale", ".k_scale", ".v_scale", ".kv_scale")
@@ -63,7 +64,7 @@ class WeightTable:
         self._optional: dict[str, list[WeightSlot]] = {}
         self._fused: dict[str, FusedTensor] = {}
         self._renamed: dict[str, str] = {}
-        self._packable: dict[str, torch.Tensor] = {}
+        self._packable: dict[str, Packable] = {}
         self._tensors: list[torch.Tensor] = []
 
     def expected(self) -> dict[str, tuple[int, ...]]:
@@ -116,9 +117,9 @@ class WeightTable:
         """Accept tensor `name` in place of the tensors that it fuses."""
         self._fused[name] = fused
 
-    def may_be_packed(self, layer: str, weight: torch.Tensor) -> None:
-        """Accept the int4 tensors of `layer` in place of its whole weight [out, in], if the checkpoint is in such a format."""
-        self._packable[layer] = weight
+    def may_be_packed(self, layer: str, target: Packable) -> None:
+        """Accept the int4 tensors of `layer` in place of its weight, if the checkpoint is in such a format."""
+        self._packable[layer] = target
 
     def rename(self, part: str, to: str) -> None:
         """Take tensors with `part` in their names for those with `to` there."""
@@ -167,14 +168,20 @@ class WeightTable:
     def rows_of(self, pieces: Sequence[LayerRows], in_features: int, bias: bool = False, keep: bool = False) -> Linear:
         """A linear layer of some rows of the checkpoint's layers, in this order: this rank's rows of a layer that is sharded by columns.
 
-        `keep`: whether the layer stays in 16 bits unless the checkpoint stores it quantised.
+        `keep`: whether the layer stays in 16 bits unless the checkpoint has it in FP8; one in int4 is dequantised.
         """
         parts, start = list[LinearPart](), 0
         for layer, total, rows in pieces:
             parts.append(LinearPart(layer, (total, in_features), (rows, slice(0, in_features)), start))
             start = parts[-1].rows.stop
-        scheme = DENSE if keep and (self._quant is None or not self._quant.stored) else None
-        return self._assembled(parts, bias, Partition.COLUMN, self.group, scheme, start * self.group.size)
+        in_fp8 = self._quant is not None and self._quant.stored and self._quant.int4 is None
+        scheme = DENSE if keep and not in_fp8 else None
+        linear = self._assembled(parts, bias, Partition.COLUMN, self.group, scheme, start * self.group.size)
+        if scheme is not None:
+            for name, shape in {part.prefix: part.shape for part in parts}.items():
+                own = [part for part in parts if part.prefix == name]
+                self.may_be_packed(name, Packable(shape, partial(_put_rows, linear.weight, own)))
+        return linear
 
     def _assembled(
         self,
@@ -279,7 +286,7 @@ class WeightTable:
         if layer not in self._packable or self._quant is None or self._quant.int4 is None:
             return []
         if layer not in packed:
-            packed[layer] = PackedLayer(layer, self._packable[layer], self._quant.int4)
+            packed[layer] = PackedLayer(layer, self._packable[layer], self._quant.int4, self.dtype, self.device)
         return packed[layer].take(name)
 
     def _single(self, weights: NamedTensors) -> NamedTensors:
@@ -301,6 +308,12 @@ class WeightTable:
         if self._quant is None or not self._quant.other_scale_name or not name.endswith("." + self._quant.other_scale_name):
             return name
         return name.removesuffix(self._quant.other_scale_name) + self._quant.scale_name
+
+
+def _put_rows(target: torch.Tensor, parts: Sequence[LinearPart], weight: torch.Tensor) -> None:
+    """Store these parts of a layer's weight in the fused one."""
+    for part in parts:
+        target[part.rows].copy_(weight[part.index])
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -157,6 +157,22 @@ def test_the_layer_for_multi_token_prediction_is_found_by_its_tensors(tmp_path: 
     reference.check()
 
 
+@pytest.mark.parametrize(("quant", "suffix"), [
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_scale_inv"),
+    (FORMS["compressed"].config, "weight_packed"),
+    (FORMS["gptq"].config, "qweight"),
+])  # fmt: skip
+def test_a_layer_for_multi_token_prediction_in_16_bits_need_not_be_listed(tmp_path: Path, quant: dict[str, Any], suffix: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RAW | {"quantization_config": quant}))
+    layer = "layers.0.mlp.up_proj"
+    names = ["model.embed_tokens.weight", f"model.{layer}.{suffix}", "mtp.fc.weight", f"mtp.{layer}.weight"]
+    for more, kept in (([], True), ([f"mtp.{layer}.{suffix}"], False)):
+        save_file({name: torch.ones(1) for name in names + more}, tmp_path / "model.safetensors")
+        found = load_hf_config(tmp_path).quant
+        assert found is not None
+        assert (found.keeps(f"mtp.{layer}"), found.keeps(f"model.{layer}")) == (kept, False)
+
+
 @pytest.mark.parametrize(("count", "held"), [(None, True), (0, False), (1, True), (2, False)])
 def test_only_a_single_layer_for_multi_token_prediction_is_used(count: int | None, held: bool) -> None:
     assert (parse_hf_config(RAW | {"mtp_num_hidden_layers": count}, "config.json").mtp is not None) == held

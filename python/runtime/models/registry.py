@@ -5,7 +5,8 @@ build.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -145,6 +146,8 @@ FAMILIES: dict[str, Family] = {
 EMBEDDING = "embed_tokens.weight"
 MAX_CONTEXT = 2**23
 """The longest context that a config.json may give, in tokens; published models have at most 4 million."""
+QUANTIZED_PARTS = ("scale", "packed", "qweight", "blocks")
+"""Parts of the names of tensors that every quantised weight has."""
 MTP_CLASSES = (
     "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Glm4MoeForCausalLM", "MiMoForCausalLM", "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
@@ -170,6 +173,7 @@ def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
     if names and config.mtp is not None and not any(name.startswith(config.mtp.prefix) for name in names):
         log.info("no layer for multi-token prediction in the checkpoint: %s", folder)
         config = replace(config, mtp=None)
+    config = _with_plain_mtp(config, names)
     if EMBEDDING in names and config.weight_prefix + EMBEDDING not in names:  # a model saved without its head, as embedding models are
         no_head = not config.tie_embeddings and HEAD not in names
         if no_head:
@@ -179,6 +183,18 @@ def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
         return config
     log.info("the LM head is not the embedding, although config.json has tie_word_embeddings: %s", folder)
     return replace(config, tie_embeddings=False)
+
+
+def _with_plain_mtp(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """`config`, whose layer for multi-token prediction stays in 16 bits if none of its tensors belongs to a quantised weight: tools that do
+    not load this layer copy it, and may not list it among the layers that they leave out.
+    """
+    if config.mtp is None or config.quant is None or not names:
+        return config
+    prefix = config.mtp.prefix
+    if any(part in name.rpartition(".")[2] for name in names if name.startswith(prefix) for part in QUANTIZED_PARTS):
+        return config
+    return replace(config, quant=replace(config.quant, kept=(*config.quant.kept, f"re:{re.escape(prefix)}")))
 
 
 def parse_hf_config(raw: Mapping[str, Any], where: str) -> ModelConfig:

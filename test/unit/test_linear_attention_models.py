@@ -178,6 +178,11 @@ def test_only_a_single_layer_for_multi_token_prediction_is_used(count: int | Non
     assert (parse_hf_config(RAW | {"mtp_num_hidden_layers": count}, "config.json").mtp is not None) == held
 
 
+@pytest.mark.parametrize(("own", "held"), [(None, True), (False, True), (True, False)])
+def test_a_layer_with_an_embedding_of_its_own_is_not_used(own: bool | None, held: bool) -> None:
+    assert (parse_hf_config(RAW | {"mtp_use_dedicated_embeddings": own}, "config.json").mtp is not None) == held
+
+
 # ---- whole workers
 
 

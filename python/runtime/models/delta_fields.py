@@ -40,8 +40,9 @@ def with_linear_attention(config: ModelConfig, fields: ConfigFields) -> ModelCon
     Raises:
         ConfigError: a field is missing, not of its type, or does not fit the others.
     """
-    # The steps of a draft run one layer, so that several trained layers, one for each step, are left out.
-    mtp = MTP if fields.count("mtp_num_hidden_layers", 0) == 1 else None
+    # The steps of a draft run one layer, with the target's embedding: several layers, one for each step, are left out.
+    own_embedding = fields.flag("mtp_use_dedicated_embeddings")
+    mtp = MTP if fields.count("mtp_num_hidden_layers", 0) == 1 and not own_embedding else None
     return replace(config, delta=_delta(fields), output_gate=True, norm_offset=1.0, mtp=mtp)
 
 

@@ -1,4 +1,4 @@
-"""Where the prompts of a model with recurrent states leave copies of their states, with which later prompts begin. Pure functions."""
+"""Where the prompts of a model with recurrent states leave copies of their states, with which later prompts begin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PEERS = 16
 
 
 def kept_lens(req: Req, start: int, known: int, waiting: Iterable[Req], limits: WorkerLimits) -> list[int]:
-    """The numbers of tokens after which the prompt of `req` leaves its state, ascending: where other prompts leave it, and near its end.
+    """Numbers of tokens after which the prompt of `req` leaves its state, ascending: where other prompts part from it, and near its end.
 
     Args:
         start: tokens whose state is cached.
@@ -41,7 +41,7 @@ def whole_units(start: int, count: int, prompt_len: int, unit: int, *, first: bo
     """How many of `count` tokens of a prompt run in one step, so that its next chunk begins at a multiple of `unit`; 0 if it waits for a
     step with more room.
 
-    `first`: whether the step has no other prompt. Then it has all tokens of a step, and is not going to have more.
+    `first`: whether the step has no other prompt. Other steps have no more room then, so the chunk may end between two multiples.
     """
     stop = start + count
     if stop >= prompt_len:
@@ -51,14 +51,14 @@ def whole_units(start: int, count: int, prompt_len: int, unit: int, *, first: bo
 
 
 def state_in_chunk(req: Req, count: int, unit: int) -> tuple[int, int]:
-    """The next chunk of `req` has at most `count` tokens: how many it has, and after how many tokens of the prompt it leaves its state
-    (0: it does not).
+    """Size of the next chunk of `req`, at most `count` tokens, and the number of tokens of the prompt after which it leaves its state; 0 if
+    it does not.
 
-    A chunk leaves one state, a multiple of `unit` tokens after its start.
+    A chunk leaves one state, a multiple of `unit` tokens after its start. Behind a chunk that ends between two multiples none is left.
     """
     start, end = req.kv_bound, req.kv_bound + count
     if end < req.prefill_len and end % unit:
-        req.kept_lens = []  # the next chunk begins between two multiples
+        req.kept_lens = []
     within = [length for length in req.kept_lens if start < length <= end]
     if len(within) > 1:
         end = within[0]

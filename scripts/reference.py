@@ -61,6 +61,7 @@ def metrics_page() -> str:
         spec_depth_steps_total={"3": 1},
         startup_seconds={"load": 1.0},
         groups=[GroupLoad(0, 0, 0)],
+        max_cached_states=1,
     )
     metrics.render(stats)
     rows = []

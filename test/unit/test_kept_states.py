@@ -297,4 +297,6 @@ def test_a_conversation_begins_behind_its_last_prompt(monkeypatch: pytest.Monkey
         cached.append(harness.outs(req.rid)[-1].progress.cached_tokens)
         prompt = prompt + harness.tokens(req.rid) + [5, 6, 7, 8]
     assert cached == [0, 20, 28, 36]
+    state = harness.scheduler.current_stats().figures()
+    assert (state["cached_states"], state["max_cached_states"], state["mamba_usage"]) == (4, 16, 0.25)
     harness.check_empty()

@@ -36,6 +36,8 @@ STATS = SchedulerStats(
     num_retracted_requests_total=7,
     pages_free=11,
     pages_total=44,
+    cached_states=3,
+    max_cached_states=12,
     spec_by_context={"0": SpecStats(5, 15, 10, [5, 4, 1]), "1024": SpecStats(5, 15, 5, [4, 1, 0])},
     decode=DecodeStats(10, 9, 30, 10),
     startup_seconds={"weights": 1.5, "graphs": 2.0},
@@ -80,6 +82,8 @@ def test_scheduler_stats_are_read_at_every_scrape() -> None:
     assert samples["talon:padding_waste", ()] == 0.25
     assert samples["talon:pages_free", ()] == 11
     assert samples["sglang:token_usage", ()] == 0.75
+    assert samples["sglang:mamba_usage", ()] == 0.25
+    assert ("sglang:mamba_usage", ()) not in scraped(metrics, structs.replace(STATS, cached_states=0, max_cached_states=0))
     totals = {"spec_verify_steps": 10, "spec_draft_tokens": 30, "spec_accepted_tokens": 15, "graph_steps": 9, "eager_steps": 1}
     assert {name: samples[f"talon:{name}_total", ()] for name in totals} == totals
     assert (samples["talon:live_rows_total", ()], samples["talon:padded_rows_total", ()]) == (30, 10)

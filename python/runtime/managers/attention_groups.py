@@ -81,3 +81,5 @@ class AttentionGroups:
         stats.num_used_tokens = sum(load.num_used_tokens for load in loads)
         stats.pages_total, stats.pages_free = sum(pool.num_pages for pool in pools), sum(pool.available for pool in pools)
         stats.max_total_num_tokens = self._limits.server_tokens
+        stats.cached_states = sum(pool.states.used for pool in pools if pool.states is not None)
+        stats.max_cached_states = self._limits.cached_states

@@ -32,6 +32,7 @@ GAUGES: tuple[Figure, ...] = (
     ("sglang:num_queue_reqs", "Requests waiting for a row or for KV memory.", lambda s: s.num_queue_reqs),
     ("sglang:max_total_num_tokens", "KV slots of the server.", lambda s: s.max_total_num_tokens),
     ("sglang:token_usage", "Fraction of KV slots in use, 0 to 1.", lambda s: s.token_usage),
+    ("sglang:mamba_usage", "Fraction of slots for recurrent states of cached prefixes in use, 0 to 1.", lambda s: s.mamba_usage),
     ("sglang:cache_hit_rate", "Fraction of prompt tokens found in the prefix cache, 0 to 1.", lambda s: s.cache_hit_rate),
     ("sglang:gen_throughput", "Tokens generated per second, over the last second.", lambda s: s.gen_throughput),
     ("sglang:num_used_tokens", "KV slots used by running requests.", lambda s: s.num_used_tokens),

@@ -27,6 +27,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
         num_used_tokens: KV slots that running requests need.
         groups: the load of each attention group; [] without --enable-dp-attention.
         queue_time_sum, queue_time_count: waiting time of all admitted requests, and their number.
+        cached_states, max_cached_states: recurrent states of cached prefixes, and slots for them.
         extend_steps, mixed_steps: steps with prompt tokens, and those of them that also had decode rows.
         spec_paused_steps_total: steps with decode rows that ran without drafts; not counted in `spec`.
         spec_depth_steps_total: steps with decode rows, by the depth of their drafts; empty without speculation.
@@ -43,6 +44,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
     max_total_num_tokens: int = 0
     pages_free: int = 0
     pages_total: int = 0
+    cached_states: int = 0
+    max_cached_states: int = 0
     gen_throughput: float = 0.0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
@@ -85,6 +88,11 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
         return (self.pages_total - self.pages_free) / self.pages_total if self.pages_total else 0.0
 
     @property
+    def mamba_usage(self) -> float | None:
+        """Fraction of the slots for recurrent states of cached prefixes in use, 0 to 1; None if there are no slots."""
+        return self.cached_states / self.max_cached_states if self.max_cached_states else None
+
+    @property
     def cache_hit_rate(self) -> float:
         """Fraction of the prompt tokens found in the prefix cache, 0 to 1."""
         return self.cached_tokens_total / self.prompt_tokens_total if self.prompt_tokens_total else 0.0
@@ -111,6 +119,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
             "groups": msgspec.to_builtins(self.groups),
             "worker": {} if self.worker is None else msgspec.to_builtins(self.worker),
             "token_usage": self.token_usage,
+            "mamba_usage": self.mamba_usage,
             "cache_hit_rate": self.cache_hit_rate,
             "queue_time": self.queue_time_sum / self.queue_time_count if self.queue_time_count else 0.0,
             "decode_steps": decode.steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,12 @@ def packed(weight: torch.Tensor, form: Form, zero_points: bool = False, seed: in
     """
     out, columns = weight.shape
     order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns + seed)) if form.shuffled else torch.arange(columns)
-    groups, places = weight.float()[:, order].unflatten(1, (-1, form.group)), order.argsort()
+    places = order.argsort()
+
+    def moved(wide: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return wide[:, columns] if form.shuffled else wide  # without a copy, because tests pack thousands of weights
+
+    groups = moved(weight.float(), order).unflatten(1, (-1, form.group))
     group_of = (places // form.group).int()
     dtype = torch.bfloat16 if form.method == "compressed-tensors" else torch.float16
     if form.symmetric:
@@ -111,8 +117,8 @@ def packed(weight: torch.Tensor, form: Form, zero_points: bool = False, seed: in
     codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
     wide = scale.float()[..., None]
     minimum = (-zero * scale.float()).half().float()
-    value = ((codes - zero[..., None]) * wide if zero_points else codes * wide + minimum[..., None]).flatten(1)[:, places]
-    numbers, zeros = codes.flatten(1)[:, places].numpy(), zero.numpy()
+    value = moved(((codes - zero[..., None]) * wide if zero_points else codes * wide + minimum[..., None]).flatten(1), places)
+    numbers, zeros = moved(codes.flatten(1), places).numpy(), zero.numpy()
     if form.method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         return {"qweight": words(numbers.T, 1, order), "qzeros": words(zeros.T, 1, order), "scales": scale.T.contiguous()}, value
@@ -129,17 +135,19 @@ def packed(weight: torch.Tensor, form: Form, zero_points: bool = False, seed: in
 
 def write_int4(folder: Path, model: PreTrainedModel, form: Form, layers: re.Pattern[str] = PROJECTION) -> PreTrainedModel:
     """Save `model` with these projections of its layers in int4. Returns the model that they stand for."""
-    for each in (folder, folder / "exact"):
-        model.save_pretrained(each)
+    model.save_pretrained(folder / "exact")
+    for file in (folder / "exact").glob("*.json"):
+        shutil.copy(file, folder)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": form.config}))
-    tensors = one_by_one(load_file(folder / "model.safetensors"))
+    saved = load_file(folder / "exact" / "model.safetensors")
+    tensors = one_by_one(saved)
     wide = dict(tensors)
     for name in [name for name in tensors if layers.search(name)]:
         expert = EXPERT.search(name)  # its columns may have an order of their own
         parts, wide[name] = packed(tensors.pop(name), form, seed=int(expert[1]) if expert else 0)
         tensors |= {name.removesuffix("weight") + suffix: part.contiguous() for suffix, part in parts.items()}
     save_file(tensors, folder / "model.safetensors")
-    exact = {name: fused(name, wide) if EXPERTS.search(name) else wide[name] for name in load_file(folder / "exact" / "model.safetensors")}
+    exact = {name: fused(name, wide) if EXPERTS.search(name) else wide[name] for name in saved}
     save_file(exact, folder / "exact" / "model.safetensors", metadata={"format": "pt"})
     return type(model).from_pretrained(folder / "exact", dtype=torch.float32)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
+import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -100,11 +102,17 @@ def assert_close(model: DecoderModel, exact: DecoderModel) -> None:
 # ---- whole models
 
 
+@functools.cache
+def plain(family: str) -> PreTrainedModel:
+    """A model of the family with `SIZES`, which tests leave as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Checkpoint(family, Path(folder), **SIZES).reference
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "mixtral", "qwen2-moe", "phi3"])
 def test_a_checkpoint_is_close_to_the_weights_it_stands_for(tmp_path: Path, family: str, form: str) -> None:
-    reference: Any = Checkpoint(family, tmp_path / "plain", **SIZES).reference
-    reference = write_int4(tmp_path, reference, FORMS[form])
+    reference = write_int4(tmp_path, plain(family), FORMS[form])
     model = loaded(tmp_path)
     assert {gemm.linear.scheme.name for gemm in model.gemms()} == {"none", "int4"}
     assert {mlp.experts.scheme.name for mlp in model.sparse_mlps} <= {"int4"}
@@ -131,7 +139,7 @@ def test_a_checkpoint_may_have_only_its_routed_experts_in_int4(tmp_path: Path) -
 @pytest.mark.parametrize("form", SHUFFLED_FORMS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "qwen3-moe", "mixtral", "qwen2-moe"])
 def test_a_checkpoint_in_activation_order_is_close_to_the_weights_it_stands_for(tmp_path: Path, family: str, form: str) -> None:
-    reference = write_int4(tmp_path, Checkpoint(family, tmp_path / "plain", **SIZES).reference, SHUFFLED_FORMS[form])
+    reference = write_int4(tmp_path, plain(family), SHUFFLED_FORMS[form])
     model = loaded(tmp_path)
     exact_layers(model, reference)
     assert_close(model, loaded(tmp_path / "exact"))
@@ -158,7 +166,7 @@ def test_a_token_has_the_same_bits_in_every_window(tmp_path: Path, family: str, 
 
 def test_gptq_weights_may_be_described_in_a_file_of_their_own(tmp_path: Path) -> None:
     """As by older versions of AutoGPTQ, which leave out the method and the format."""
-    reference = write_int4(tmp_path, Checkpoint("llama", tmp_path / "plain", **SIZES).reference, FORMS["gptq-128"])
+    reference = write_int4(tmp_path, plain("llama"), FORMS["gptq-128"])
     raw, in_config = json.loads((tmp_path / "config.json").read_text()), load_hf_config(tmp_path).quant
     fields = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "sym": False, "model_file_base_name": "model"}
     (tmp_path / "quantize_config.json").write_text(json.dumps({**fields, "bits": 8}))
@@ -180,7 +188,7 @@ def test_gptq_weights_may_be_described_in_a_file_of_their_own(tmp_path: Path) ->
 
 def test_awq_weights_may_be_described_in_a_file_of_their_own(tmp_path: Path) -> None:
     """As by older versions of AutoAWQ. Other tools' files of this name are not read."""
-    reference = write_int4(tmp_path, Checkpoint("llama", tmp_path / "plain", **SIZES).reference, FORMS["awq-128"])
+    reference = write_int4(tmp_path, plain("llama"), FORMS["awq-128"])
     raw, in_config = json.loads((tmp_path / "config.json").read_text()), load_hf_config(tmp_path).quant
     del raw["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -194,7 +202,7 @@ def test_awq_weights_may_be_described_in_a_file_of_their_own(tmp_path: Path) -> 
 @pytest.mark.parametrize("form", ["awq", "gptq-v2", "compressed"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe"])
 def test_a_router_in_int4_is_read_dequantized(tmp_path: Path, family: str, form: str) -> None:
-    write_int4(tmp_path, Checkpoint(family, tmp_path / "plain", **SIZES).reference, FORMS[form])
+    write_int4(tmp_path, plain(family), FORMS[form])
     tensors, exact = load_file(tmp_path / "model.safetensors"), list[torch.Tensor]()
     for gate in (f"model.layers.{i}.mlp.gate" for i in range(3)):
         parts, value = packed(tensors.pop(gate + ".weight"), FORMS[form], zero_points=True)

@@ -848,11 +848,17 @@ def outside_the_chain(model: DecoderModel) -> Iterator[Linear]:
 
 def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -> None:
     exact = loaded(checkpoint.folder)
-    quantized = loaded(checkpoint.folder, "int8")
+    quantized, kept, delta = loaded(checkpoint.folder, "int8"), list[int](), exact.config.delta
     for mine, its in zip(quantized.gemms(), exact.gemms(), strict=True):
+        if mine.linear.scheme.name == "none":
+            kept.append(mine.linear.out_features)
+            assert torch.equal(mine.linear.weight, its.linear.weight)
+            continue
         assert mine.linear.scheme.name == "int8"
         if mine.op != "logits":
             its.linear.weight.copy_(Int8().dequantize(mine.linear.storage, torch.float32))
+    gates = [] if delta is None else [2 * delta.num_value_heads] * sum(delta.layers)
+    assert kept == gates, "only the gates of linear attention keep 16 bits"
     for mine, its in zip(outside_the_chain(quantized), outside_the_chain(exact), strict=True):
         its.weight.copy_(Int8().dequantize(mine.storage, torch.float32))
     for mine, its in zip(quantized.sparse_mlps, exact.sparse_mlps, strict=True):
